@@ -8,12 +8,14 @@ ended by its watchdog timer, which must be re-armed regularly.
 
 A failed rank tells the others, and a launcher sends SIGTERM. A main thread that waits in C, as on NCCL, hears neither, and
 torchrun kills it 30 s later. So a rank whose main thread stands still leaves a few seconds after the store says
-that another one has failed, or if another one is silent after a SIGTERM. On a GPU neither may come: with a static rendezvous, the
+that another one has failed, or if another one is silent after a SIGTERM. So does one that waits idly in a collective after the
+store says that another one was restarted in place: gloo does not tell the thread that waits for a message of which a part was on
+its way (Pair::signalException in gloo/transport/tcp/pair.cc leaves out the one being read, and those being written). On a GPU neither may come: with a static rendezvous, the
 other nodes' launchers go on, and the store ends with its node. There it also leaves if the store is gone, or another rank is
 silent for longer.
 
 Each period costs the store two operations per node: one rank posts for all (world/node_memory.py), rank 0 reads. A rank that stands
-still costs one more, and another while its main thread does. The period grows with the number of nodes, which bounds the load to a
+still costs one more, and two others while its main thread does. The period grows with the number of nodes, which bounds the load to a
 few hundred operations per second while all is well.
 """
 
@@ -31,7 +33,7 @@ from typing import TYPE_CHECKING
 from muster.clock import SYSTEM, SystemClock
 from muster.errors import RankLost, say, traceback_of
 from muster.faults.heartbeat_summary import Echo, Eye, Survey
-from muster.faults.phase import Phase, Phases, Stillness, code_position, cuda_is_busy
+from muster.faults.phase import Phase, Phases, Stillness, code_position, cuda_is_busy, main_thread_cpu_s
 from muster.faults.rank_at_fault import fault, silence
 from muster.process import Watchdog
 from muster.world.environment import Environment, store_is_agents
@@ -98,8 +100,8 @@ class Heartbeat:
         self._watched_for_good = False
         self._store_is_gone = False
         self._is_still = False
-        self._one_has_failed = False
-        self._failed_at = 0.0
+        self._one_has_failed = self._one_is_lost = False
+        self._failed_at = self._cpu_s = 0.0
         self._gone_at = 0.0
         self._has_erred = False
         self._judged_at = 0.0
@@ -216,8 +218,10 @@ class Heartbeat:
         is_wanted = self._watching.is_set() or mine.age_s > self.timeout_s / 4
         if self.world.is_first or is_wanted:
             self.eye.look(mine, is_wanted=is_wanted)
-        self._one_has_failed = self._is_still and self.world.store_keys.has_failure()
-        self.world.store_keys.post_beat(self.eye.post(mine), every_s=self.period_s)
+        store_keys = self.world.store_keys
+        self._one_has_failed = self._is_still and store_keys.has_failure()
+        self._one_is_lost = self._is_still and store_keys.is_one_lost(every_s=self.period_s)
+        store_keys.post_beat(self.eye.post(mine), every_s=self.period_s)
 
     def _judge(self) -> None:
         """Re-arm the watchdog; when this rank stands still for too long, find the rank at fault."""
@@ -266,14 +270,25 @@ class Heartbeat:
         self._is_still = still_s >= STILL_S and mine.label.split()[0] != EMERGENCY
         if not self._is_still:
             return None
-        if not self._one_has_failed:
+        if not (self._one_has_failed or self._is_untold()):
             self._failed_at = self.clock.monotonic()
         elif self.clock.monotonic() - self._failed_at > HEARD_S:
-            return RankLost(f"another rank has failed, while rank {self.world.rank} waited in {code_position()[0]}")
+            me = self.world.rank
+            waited = f"while rank {me} waited in {code_position()[0]}"
+            if self._one_has_failed:
+                return RankLost(f"another rank has failed, {waited}")
+            return RankLost(f"another rank was restarted in place, {waited}", rank=me, host=socket.gethostname())
         if self.is_asked_to_stop():
             self.watch()
             return self.silence(DESERTED_S, waited=f", and rank {self.world.rank} is asked to stop")
         return self._forsaken() if self.world.device.type == "cuda" else None
+
+    def _is_untold(self) -> bool:
+        """Whether another rank was restarted in place, and the main thread idly waits in a collective; a backward pass may compute."""
+        if not self._one_is_lost or not code_position()[1]:
+            return False
+        before, self._cpu_s = self._cpu_s, main_thread_cpu_s()
+        return self._cpu_s - before < BEAT_S / 2
 
     def _forsaken(self) -> RankLost | None:
         """The same on a GPU: nothing else may tell the rank that the others are gone."""

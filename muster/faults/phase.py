@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -183,3 +184,8 @@ def main_thread() -> Place:
     if frame is None or frame.f_code.co_filename == OWN_THREADS:
         return None
     return id(frame), frame.f_lasti
+
+
+def main_thread_cpu_s() -> float:
+    """Return the seconds of CPU time that the main thread has used. Linux only."""
+    return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))

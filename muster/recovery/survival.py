@@ -44,6 +44,7 @@ HANGS_AGAIN = (
     "rank {rank} on {host} hangs for the third time within a day in {place}, after the update of a step, in a collective: call it on all ranks, "
     "or on none; if all do, the network loses data; then run the same command again"
 )
+UNTOLD = " after another rank's death"
 HANGS = 2
 """The hangs at one place after which the next one ends the run."""
 REPLACEMENT_S = 2.5
@@ -64,6 +65,8 @@ class Survival:
         """True once the death before this incarnation is recorded."""
         self.is_past_update: Callable[[], bool] | None = None
         """Returns whether the step is counted, and the loop still does what follows it."""
+        self.save_last_step: Callable[[], None] | None = None
+        """See `HandOver.save_last_step`."""
         self._is_off = False
         self._is_lost_for_good = False
         self._store_keys: StoreKeys | None = None
@@ -123,12 +126,18 @@ class Survival:
 
         Raises CrashLoop: this rank hangs again at the same place, in a collective of the loop's own after the update. What the loop had
         still to do in that step is not done again, so the hang would return at each step.
+
+        A rank that was not told of another's death, and is the last that has the state, saves it before.
         """
         if self._is_off or not world.store_keys.incarnations or error.rank is None:
             return False
         if error.rank == world.rank:
             place, is_waiting = code_position()
-            if (
+            if world.store_keys.is_one_lost():
+                place += UNTOLD
+                if world.store_keys.is_last_left() and self.save_last_step:
+                    self.save_last_step()
+            elif (
                 is_waiting
                 and self.is_past_update
                 and self.is_past_update()

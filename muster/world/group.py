@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from muster.world.rendezvous.shared_file import SharedFile
 from muster.world.store_keys import StoreKeys
 
 START_S = 2 * 3600.0
+CLOSED_S = 1.0  # longer than the destructor of a group takes whose threads have ended
 """The longest that a start may take, for example for a download or the digests of a large checkpoint."""
 
 
@@ -317,13 +319,21 @@ def start(
 
 
 def dissolve() -> None:
-    """Destroy the process group, if there is one, without the others, and close its connections."""
+    """Destroy the process group, if there is one, without the others, and close its connections.
+
+    Its destructor waits for gloo's threads, and gloo does not always tell them that a rank is gone (faults/heartbeat.py): after
+    `CLOSED_S` such a group is left behind, in a thread of its own.
+    """
+    groups = list[dist.ProcessGroup]()
     with contextlib.suppress(RuntimeError):
         if dist.is_initialized():
-            group = dist.group.WORLD
+            groups = [*dist.distributed_c10d._world.pg_map]
+            _forget_default(dist.group.WORLD)
             dist.destroy_process_group()
-            _forget_default(group)
     collect_garbage()  # DistributedDataParallel is in a cycle of references, and holds the group
+    closing = threading.Thread(target=groups.clear, name="process group", daemon=True)
+    closing.start()
+    closing.join(CLOSED_S)
 
 
 def _forget_default(group: dist.ProcessGroup | None) -> None:

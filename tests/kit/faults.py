@@ -37,6 +37,11 @@ def made() -> Path:
     return Path(os.environ.get("FAULTS_MADE", "."))
 
 
+def is_planned(point: str, step: int) -> bool:
+    """Whether some rank is to die there, and has not yet."""
+    return any((point, step) == (where[0], where[1]) and not (made() / plan).exists() for plan, *where in planned())
+
+
 def fault(point: str, step: int, *, ready: Callable[[], object] = lambda: None) -> None:
     """Die here if it is planned, once `ready` has returned."""
     here = (point, step, int(os.environ.get("RANK", "0")))

@@ -26,6 +26,7 @@ from torch.distributed import DistBackendError
 
 from muster.checkpoint.commit import Saved, Storage
 from muster.data.generators import Draws
+from muster.faults.heartbeat import HEARD_S, STILL_S
 from muster.launcher.spec import UNSHARED
 from muster.lease.open_folder import RunFolder, RunOptions, _newest
 from muster.outcome import Outcome
@@ -280,6 +281,38 @@ def test_a_rank_that_stands_still_is_restarted_in_place(tmp_path, fault):
     done = finish(process, tmp_path / "run")
     [survived] = done.events("survived")
     assert done.code == 0 and survived["rank"] == 1 and not done.events("restart"), done.out
+
+
+@pytest.mark.nightly(but=["waits-2", "a thread-2"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "a thread"])
+def test_a_rank_that_is_not_told_of_a_death_keeps_nobody_waiting(tmp_path, waits, ranks):
+    """gloo's own fault. The last rank that has the state saves it; if it can go on itself, it leaves gloo's thread behind."""
+    line = (*LINE, "dist.shared_memory=false", "model._target_=kit.parts.dying.Untold", f"+model.waits={waits}")
+    env = {"FAULTS": "message@13:0", "FAULTS_MADE": str(tmp_path)}
+    undisturbed = run(tmp_path / "undisturbed", *line, ranks=ranks, torchrun=RESTARTS)
+    done = run(tmp_path / "run", *line, ranks=ranks, torchrun=RESTARTS, env=env)
+    assert done.code == 0 and done.sha256 == undisturbed.sha256, done.out
+    assert [record["step"] for record in done.lines("train")] == [
+        record["step"] for record in undisturbed.lines("train")
+    ]
+    ended = [event["rank"] for event in done.events("survived")]
+    if waits and ranks == 2:
+        assert "rank 1 has saved step 13" in done.out and not ended, done.out
+    else:
+        assert ended == ([0, 1] if waits else [0]) and not done.events("restart"), done.out
+
+
+@pytest.mark.nightly
+def test_a_rank_that_computes_for_long_while_another_dies_is_let_be(tmp_path):
+    """Its main thread stands in one call of the backward pass for longer than one may that is not told of a death."""
+    line = (*LINE, "dist.shared_memory=false", "model._target_=kit.parts.dying.Busy")
+    undisturbed = run(tmp_path / "undisturbed", *line, ranks=2, torchrun=RESTARTS)
+    env = {"FAULTS": "busy@13:0", "FAULTS_MADE": str(tmp_path)}
+    done = run(tmp_path / "run", *line, ranks=2, torchrun=RESTARTS, env=env)
+    [survived] = done.events("survived")
+    assert survived["rank"] == 0 and survived["seconds"] > 3.5 + HEARD_S + STILL_S, "or the backward pass was too short"
+    assert done.sha256 == undisturbed.sha256
 
 
 @pytest.mark.nightly

@@ -167,9 +167,11 @@ def test_killed_nodes_the_first_included_and_one_that_returns(engine, tmp_path):
         containers = docker(engine, "inspect", "--format={{.Id}}", *nodes).stdout.split()
         for rank in (0, 2):  # alone: its container, its supervisor and the other ranks stay
             kill_rank(rank, *containers)
-            cluster.until(lambda: survivals(cluster)[-1:] == [rank], f"birth of rank {rank}")  # noqa: B023
+            cluster.until(lambda: rank in survivals(cluster), f"birth of rank {rank}")  # noqa: B023
             cluster.reach(cluster.step() + 5)
-        assert survivals(cluster) == [0, 2], cluster.log[-5000:]
+        assert {0, 2} <= {*survivals(cluster)}, cluster.log[
+            -5000:
+        ]  # and rank 1 if gloo did not tell it (faults/heartbeat.py)
         assert len(cluster.attempts()) == before
         for victim, left in (("muster-node-2", 2), ("muster-node-1", 1)):
             TIMES[f"{victim} killed, to the next step"] = cluster.next_step(partial(cluster.docker, "kill", victim))

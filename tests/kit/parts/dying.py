@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kit.faults import fault, made
+from kit.faults import fault, is_planned, made
+from kit.until import until
 from muster import outcome
 from muster.checkpoint.backends.folder import Directory
 from muster.train.callbacks.base import Callback
@@ -91,6 +93,58 @@ class Plain(Net):
     def __init__(self, input_shape, num_classes):
         super().__init__(input_shape, num_classes)
         self.norm = nn.Identity()
+
+
+class Untold(Plain):
+    """Rank 0 dies in the middle of a message to rank 1, of which gloo tells neither the code that waits nor its own threads.
+
+    waits: whether rank 1's main thread waits for the message; else it goes on to the step's sum, and only a thread of gloo waits.
+    """
+
+    BYTES, SENT = 256 << 20, 8 << 20
+
+    def __init__(self, input_shape, num_classes, waits: bool):
+        super().__init__(input_shape, num_classes)
+        self.waits = waits
+
+    def forward(self, x):
+        mark = made() / "untold"
+        if self.training and DONE[0] == 13 and dist.get_rank() < 2 and is_planned("message", 13):
+            message = torch.zeros(self.BYTES, dtype=torch.uint8)
+            if dist.get_rank() == 1:
+                mark.touch()
+                dist.broadcast(message, 0, async_op=not self.waits)
+            else:
+                until(mark.exists, "rank 1", timeout_s=30)
+                before = written()
+                dist.broadcast(message, 0, async_op=True)
+                until(lambda: written() > before + self.SENT, "part of the message", timeout_s=30, every_s=0.0)
+                die("message")
+        return super().forward(x)
+
+
+def written():
+    """The bytes that this process has written, to sockets, too (proc_pid_io(5))."""
+    return int(re.search(r"wchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+class Busy(Net):
+    """Rank 0 dies while rank 1 computes a long backward pass, which adds nothing."""
+
+    FORWARD_S = 3.5  # the backward pass takes twice as long
+
+    def forward(self, x):
+        mark = made() / "busy"
+        if self.training and DONE[0] == 13 and dist.get_rank() == 0 and is_planned("busy", 13):
+            until(mark.exists, "rank 1", timeout_s=30)
+            die("busy")
+        if self.training and DONE[0] == 13 and dist.get_rank() == 1 and is_planned("busy", 13):
+            mark.touch()
+            began, more = time.monotonic(), torch.eye(800, requires_grad=True)
+            while time.monotonic() < began + self.FORWARD_S:
+                more = more @ more
+            return super().forward(x) + 0 * more.sum()
+        return super().forward(x)
 
 
 class Sgd(torch.optim.SGD):
