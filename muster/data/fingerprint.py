@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -76,6 +77,9 @@ def look(sample: Any) -> list[Any]:
 def _value(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(leaf, np.ndarray | np.generic) or hasattr(leaf, "__array_interface__"):  # as PIL's images have
+        array = np.asarray(leaf)
+        return type(leaf).__name__ if array.dtype.hasobject else array.tobytes()
     return leaf if isinstance(leaf, (bool, int, float, str, bytes)) else type(leaf).__name__  # no addresses
 
 

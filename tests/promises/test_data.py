@@ -503,6 +503,15 @@ def test_a_fingerprint_reads_something_of_the_data():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize(
+    "kind", [np.float32, np.array, lambda value: Image.new("L", (2, 2), value), lambda value: {"x": [np.array([value])]}]
+)
+@pytest.mark.unit
+def test_a_fingerprint_reads_samples_that_are_no_tensors(kind):
+    one, again, other = ([(kind(3 * index + change), 0) for index in range(20)] for change in (0, 0, 1))
+    assert fingerprint(one) == fingerprint(again) != fingerprint(other)
+
+
 @pytest.mark.nightly
 def test_samples_that_are_no_pairs_are_refused(tmp_path):
     """(a, b, y) would lose y without a word."""
