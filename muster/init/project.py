@@ -79,7 +79,10 @@ AFTER = (
     '`muster.load("{run}")` in a notebook. `muster --help` lists all keys: metrics and losses of your own, sweeps'
 )
 AFTER_A_JOB = '`muster report --watch --once {run}`, its page `{run}/report.html`, and `muster.load("{run}", into=model)` in a notebook'
-AFTER_A_SCRIPT = "what the script itself has written. Alone on this machine, `NPROC=2 muster launch node {words}` does what a cluster's\nnodes do"
+AFTER_A_SCRIPT = (
+    "what the script itself has written; with a `muster.Job` in it, `muster report --watch --once RUN` and the page `RUN/report.html`.\n"
+    "Alone on this machine, `NPROC=2 muster launch node {words}` does what a cluster's nodes do"
+)
 EXAMPLE_RUN = "runs/my-loop"
 """In examples/my_loop.py; replaced in a project's copy."""
 BEGINS_ANEW = "run one\nagain to resume: a script that saves nothing begins anew"
