@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -237,7 +238,7 @@ class Lifecycle:
         """
         if self._survival and self._world and isinstance(error, RankLost):
             try:
-                if self._survival.replaces(error, self._world):
+                if self._survival.replaces(error, self._world, ends=partial(self._failing.acquire, blocking=False)):
                     return
             except CrashLoop as again:
                 error = again

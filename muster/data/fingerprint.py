@@ -77,10 +77,19 @@ def look(sample: Any) -> list[Any]:
 def _value(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(leaf, (bool, int, float, str, bytes)):
+        return leaf
     if isinstance(leaf, np.ndarray | np.generic) or hasattr(leaf, "__array_interface__"):  # as PIL's images have
-        array = np.asarray(leaf)
-        return type(leaf).__name__ if array.dtype.hasobject else array.tobytes()
-    return leaf if isinstance(leaf, (bool, int, float, str, bytes)) else type(leaf).__name__  # no addresses
+        return _of_array(np.asarray(leaf))
+    return type(leaf).__name__  # no addresses
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> Any:
+    if array.dtype.names:  # there may be anything between two fields
+        return [_of_array(array[name]) for name in array.dtype.names]
+    if array.dtype.kind in "US":
+        return str(array.tolist())
+    return "object" if array.dtype.hasobject else hashlib.sha256(array.reshape(-1).view(np.uint8).data).digest()
 
 
 def hash_of(items: Iterable[Any]) -> str:

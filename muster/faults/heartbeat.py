@@ -8,9 +8,10 @@ ended by its watchdog timer, which must be re-armed regularly.
 
 A failed rank tells the others, and a launcher sends SIGTERM. A main thread that waits in C, as on NCCL, hears neither, and
 torchrun kills it 30 s later. So a rank whose main thread stands still leaves a few seconds after the store says
-that another one has failed, or if another one is silent after a SIGTERM. So does one that waits idly in a collective after the
+that another one has failed, or if another one is silent after a SIGTERM. So does one that sleeps in a collective after the
 store says that another one was restarted in place: gloo does not tell the thread that waits for a message of which a part was on
-its way (Pair::signalException in gloo/transport/tcp/pair.cc leaves out the one being read, and those being written). On a GPU neither may come: with a static rendezvous, the
+its way (Pair::signalException in gloo/transport/tcp/pair.cc leaves out the one being read, and those being written). Such ranks leave
+one after the other, as the end of one tells those that wait for it. On a GPU neither may come: with a static rendezvous, the
 other nodes' launchers go on, and the store ends with its node. There it also leaves if the store is gone, or another rank is
 silent for longer.
 
@@ -25,6 +26,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +35,7 @@ from typing import TYPE_CHECKING
 from muster.clock import SYSTEM, SystemClock
 from muster.errors import RankLost, say, traceback_of
 from muster.faults.heartbeat_summary import Echo, Eye, Survey
-from muster.faults.phase import Phase, Phases, Stillness, code_position, cuda_is_busy, main_thread_cpu_s
+from muster.faults.phase import Phase, Phases, Stillness, code_position, cuda_is_busy, main_thread_sleeps
 from muster.faults.rank_at_fault import fault, silence
 from muster.process import Watchdog
 from muster.world.environment import Environment, store_is_agents
@@ -70,6 +72,14 @@ def period_s(environment: Environment, timeout_s: float) -> float:
     return max(BEAT_S, min(environment.nodes / BEATS_PER_S, most_s))
 
 
+class Untold(RankLost):
+    """This rank was not told that another one has died. It has no fault, and is restarted in place, too."""
+
+    def __init__(self, me: int):
+        text = f"another rank was restarted in place, and rank {me} was not told, which waits in {code_position()[0]}"
+        super().__init__(text, rank=me, host=socket.gethostname())
+
+
 class Heartbeat:
     """This rank's heartbeat, and its view of the other ranks.
 
@@ -101,7 +111,8 @@ class Heartbeat:
         self._store_is_gone = False
         self._is_still = False
         self._one_has_failed = self._one_is_lost = False
-        self._failed_at = self._cpu_s = 0.0
+        self._failed_at = self._told_at = self._cpu_s = 0.0
+        self._turn = 0
         self._gone_at = 0.0
         self._has_erred = False
         self._judged_at = 0.0
@@ -221,6 +232,8 @@ class Heartbeat:
         store_keys = self.world.store_keys
         self._one_has_failed = self._is_still and store_keys.has_failure()
         self._one_is_lost = self._is_still and store_keys.is_one_lost(every_s=self.period_s)
+        if self._one_is_lost and not self._turn and self._untold_s > HEARD_S:
+            self._turn = store_keys.take_turn()
         store_keys.post_beat(self.eye.post(mine), every_s=self.period_s)
 
     def _judge(self) -> None:
@@ -270,25 +283,29 @@ class Heartbeat:
         self._is_still = still_s >= STILL_S and mine.label.split()[0] != EMERGENCY
         if not self._is_still:
             return None
-        if not (self._one_has_failed or self._is_untold()):
+        if not self._one_has_failed:
             self._failed_at = self.clock.monotonic()
         elif self.clock.monotonic() - self._failed_at > HEARD_S:
-            me = self.world.rank
-            waited = f"while rank {me} waited in {code_position()[0]}"
-            if self._one_has_failed:
-                return RankLost(f"another rank has failed, {waited}")
-            return RankLost(f"another rank was restarted in place, {waited}", rank=me, host=socket.gethostname())
+            return RankLost(f"another rank has failed, while rank {self.world.rank} waited in {code_position()[0]}")
+        if not self._is_untold():
+            self._told_at = self.clock.monotonic()
+        elif self._turn and self._untold_s > self._turn * HEARD_S:
+            return Untold(self.world.rank)
         if self.is_asked_to_stop():
             self.watch()
             return self.silence(DESERTED_S, waited=f", and rank {self.world.rank} is asked to stop")
         return self._forsaken() if self.world.device.type == "cuda" else None
 
     def _is_untold(self) -> bool:
-        """Whether another rank was restarted in place, and the main thread idly waits in a collective; a backward pass may compute."""
-        if not self._one_is_lost or not code_position()[1]:
+        """Whether another rank was restarted in place, and this process sleeps in a collective: a backward pass computes as well."""
+        if not (self._one_is_lost and code_position()[1] and main_thread_sleeps()):
             return False
-        before, self._cpu_s = self._cpu_s, main_thread_cpu_s()
-        return self._cpu_s - before < BEAT_S / 2
+        before, self._cpu_s = self._cpu_s, time.process_time()
+        return self._cpu_s - before < BEAT_S / 4
+
+    @property
+    def _untold_s(self) -> float:
+        return self.clock.monotonic() - self._told_at
 
     def _forsaken(self) -> RankLost | None:
         """The same on a GPU: nothing else may tell the rank that the others are gone."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from muster.clock import SYSTEM, SystemClock
 from muster.code_location import is_own
+from muster.process import stat_of
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,7 @@ COLLECTIVE, BACKWARD = "collective", "backward pass"
 WAITING = {
     "/torch/distributed/": COLLECTIVE,
     "/torch/nn/parallel/distributed.py": COLLECTIVE,  # DDP's forward pass broadcasts buffers
+    "/muster/world/group.py": COLLECTIVE,
     "/muster/world/reduce/shared_memory.py": COLLECTIVE,
     "/torch/autograd/graph.py": BACKWARD,  # full of collectives
 }
@@ -186,6 +187,6 @@ def main_thread() -> Place:
     return id(frame), frame.f_lasti
 
 
-def main_thread_cpu_s() -> float:
-    """Return the seconds of CPU time that the main thread has used. Linux only."""
-    return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
+def main_thread_sleeps() -> bool:
+    """Whether the main thread neither runs nor waits for a CPU. Linux only."""
+    return stat_of(threading.main_thread().native_id or 0)[:1] == ["S"]

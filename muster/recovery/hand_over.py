@@ -79,7 +79,7 @@ class HandOver:
         trainee.follow()
         self.mark, self.state, self.why_lost = None, {}, ""
         self._trainee, self._folder = trainee, folder
-        self.survival.is_past_update, self.survival.save_last_step = trainee.is_past_update, self.save_last_step
+        self.survival.is_past_update = trainee.is_past_update
 
     def open_records(self, opened: Callable[[], Metrics]) -> Metrics:
         """Return the records of the attempt before; if there are none, those of `opened`."""
@@ -113,7 +113,7 @@ class HandOver:
         trainee, self._trainee = self._trainee, None
         if trainee:
             if self.survival:
-                self.survival.is_past_update = self.survival.save_last_step = None
+                self.survival.is_past_update = None
             trainee.release()
 
     def _keep(self, trainee: Trainee) -> None:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from muster.errors import CrashLoop, RankLost
+from muster.faults.heartbeat import Untold
 from muster.faults.phase import code_position
 from muster.process import handle_of
 from muster.recovery.supervisor import Incarnation
@@ -65,8 +66,6 @@ class Survival:
         """True once the death before this incarnation is recorded."""
         self.is_past_update: Callable[[], bool] | None = None
         """Returns whether the step is counted, and the loop still does what follows it."""
-        self.save_last_step: Callable[[], None] | None = None
-        """See `HandOver.save_last_step`."""
         self._is_off = False
         self._is_lost_for_good = False
         self._store_keys: StoreKeys | None = None
@@ -121,22 +120,19 @@ class Survival:
             self._is_lost_for_good = not _is_one_lost_within(REPLACEMENT_S, store_keys, or_failed=True)
         return not self._is_lost_for_good
 
-    def replaces(self, error: RankLost, world: World) -> bool:
+    def replaces(self, error: RankLost, world: World, *, ends: Callable[[], bool]) -> bool:
         """Return whether a rank that hangs is restarted in place; if it is this one, end this process by SIGKILL for it.
 
+        ends: returns False if the main thread is awake meanwhile, and ends or leaves the attempt itself.
         Raises CrashLoop: this rank hangs again at the same place, in a collective of the loop's own after the update. What the loop had
         still to do in that step is not done again, so the hang would return at each step.
-
-        A rank that was not told of another's death, and is the last that has the state, saves it before.
         """
         if self._is_off or not world.store_keys.incarnations or error.rank is None:
             return False
         if error.rank == world.rank:
             place, is_waiting = code_position()
-            if world.store_keys.is_one_lost():
+            if isinstance(error, Untold):
                 place += UNTOLD
-                if world.store_keys.is_last_left() and self.save_last_step:
-                    self.save_last_step()
             elif (
                 is_waiting
                 and self.is_past_update
@@ -144,6 +140,8 @@ class Survival:
                 and self.incarnation.hangs.count(place) >= HANGS
             ):
                 raise CrashLoop(HANGS_AGAIN.format(rank=world.rank, host=socket.gethostname(), place=place))
+            if not ends():
+                return True
             self.journal.hang = place
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)

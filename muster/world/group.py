@@ -39,10 +39,10 @@ from muster.world.rendezvous.shared_file import SharedFile
 from muster.world.store_keys import StoreKeys
 
 START_S = 2 * 3600.0
-CLOSED_S = 1.0  # longer than the destructor of a group takes whose threads have ended
 """The longest that a start may take, for example for a download or the digests of a large checkpoint."""
 
 
+CLOSED_S = 1.0  # longer than the destructor of a group takes whose threads have ended
 AGAIN_S = 10.0
 """The longest that ranks take to form their group again: one may have died since they met."""
 

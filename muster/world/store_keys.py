@@ -74,9 +74,9 @@ class StoreKeys:
         incarnations = self.incarnations
         return incarnations is not None and self._times.known(LOST, every_s, incarnations.is_one_lost)
 
-    def is_last_left(self) -> bool:
-        """Count this rank as one that ends itself. Return whether each other one of this attempt has died, or does so, too."""
-        return self.incarnations is not None and self.incarnations.lost() + self._quick.add("ended", 1) >= self.size
+    def take_turn(self) -> int:
+        """Return how many ranks have called this, with this one. Answered at once."""
+        return self._quick.add("turns", 1)
 
     def rpc_store(self) -> Store:
         """Return a separate connection for torch's RPC agents, because they change its timeout."""
@@ -307,8 +307,4 @@ class Incarnations:
 
     def is_one_lost(self) -> bool:
         """Whether a rank of this group has died and is restarted in place. Answered at once."""
-        return self.lost() > 0
-
-    def lost(self) -> int:
-        """The number of deaths in this group. Answered at once."""
-        return int(self._store.add("incarnations", 0)) - self.known
+        return int(self._store.add("incarnations", 0)) > self.known

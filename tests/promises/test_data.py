@@ -504,12 +504,28 @@ def test_a_fingerprint_reads_something_of_the_data():
 
 
 @pytest.mark.parametrize(
-    "kind", [np.float32, np.array, lambda value: Image.new("L", (2, 2), value), lambda value: {"x": [np.array([value])]}]
+    "kind",
+    [
+        np.float32,
+        np.array,
+        lambda value: np.array([[value, 1], [2, 3]]).T,
+        lambda value: np.datetime64(value, "D"),
+        lambda value: np.array([(1, value)], dtype=np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+        lambda value: Image.new("L", (2, 2), value),
+        lambda value: {"x": [np.array([value])]},
+    ],
 )
 @pytest.mark.unit
 def test_a_fingerprint_reads_samples_that_are_no_tensors(kind):
     one, again, other = ([(kind(3 * index + change), 0) for index in range(20)] for change in (0, 0, 1))
     assert fingerprint(one) == fingerprint(again) != fingerprint(other)
+
+
+@pytest.mark.unit
+def test_a_fingerprint_without_texts_leaves_out_those_of_numpy():
+    one, other = ([(np.str_(f"{place}/{index}"), index) for index in range(20)] for place in ("a", "b"))
+    assert fingerprint(one) != fingerprint(other)
+    assert fingerprint(one, texts=False) == fingerprint(other, texts=False)
 
 
 @pytest.mark.nightly
