@@ -13,6 +13,8 @@ import torch
 
 from muster.data.draw_detection import ALL, NUMPY, PYTHON, TORCH, Others, Watch
 
+CHOSEN = 2**32
+"""Seeds that torch chooses, and those of a job, have 64 bits: hardly one is below this."""
 FRESH: tuple[int, ...] = (623, 624)
 """Places of NumPy's generator in its words before the first draw, without a seed and with one."""
 
@@ -62,6 +64,11 @@ def drawn_so_far() -> dict[str, Any]:
     if place not in FRESH:
         drawn |= {"NumPy": state_of_generators()["numpy"]}
     return drawn
+
+
+def seeded_by_script() -> int | None:
+    """Return the seed that torch was given in this process; None if it has chosen one itself, which is larger."""
+    return seed if (seed := torch.initial_seed()) < CHOSEN else None
 
 
 def drawn_from(before: Mapping[str, str]) -> bool:

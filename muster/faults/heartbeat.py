@@ -33,10 +33,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from muster.clock import SYSTEM, SystemClock
-from muster.errors import RankLost, say, traceback_of
+from muster.errors import MusterError, RankLost, say, traceback_of
 from muster.faults.heartbeat_summary import Echo, Eye, Survey
 from muster.faults.phase import Phase, Phases, Stillness, code_position, cuda_is_busy, main_thread_sleeps
-from muster.faults.rank_at_fault import fault, silence
+from muster.faults.rank_at_fault import fault, left_out, silence
 from muster.process import Watchdog
 from muster.world.environment import Environment, store_is_agents
 
@@ -93,7 +93,7 @@ class Heartbeat:
         *,
         timeout_s: float,
         start_s: float,
-        on_hang: Callable[[RankLost], object],
+        on_hang: Callable[[MusterError], object],
         is_asked_to_stop: Callable[[], bool] = lambda: False,
         stillness: Stillness | None = None,
         clock: SystemClock = SYSTEM,
@@ -101,7 +101,8 @@ class Heartbeat:
         self.world, self.timeout_s, self.on_hang, self.clock = world, timeout_s, on_hang, clock
         self.is_asked_to_stop, self.stillness = is_asked_to_stop, stillness or Stillness(clock=clock)
         is_busy = partial(cuda_is_busy, world.device)
-        self.phases = Phases(timeout_s=timeout_s, start_s=start_s, device_is_busy=is_busy, clock=clock)
+        calls = world.calls.total
+        self.phases = Phases(timeout_s=timeout_s, start_s=start_s, device_is_busy=is_busy, calls=calls, clock=clock)
         self.period_s = period_s(world.environment, timeout_s)
         self.eye: Eye = (Survey if world.is_first else Echo)(world, self.period_s, clock=clock)
         self._beat = 0
@@ -256,7 +257,7 @@ class Heartbeat:
                     self._watchdog.wind(FREED_S)
                 return
 
-    def _verdict(self) -> RankLost | None:
+    def _verdict(self) -> MusterError | None:
         """Return why this rank must leave; None if all is well or the rank must wait."""
         mine = self.phases.now(self._beat)
         if found := self._deserted(mine):
@@ -266,6 +267,8 @@ class Heartbeat:
                 self._watching.clear()
             return None
         self._look()
+        if skipped := left_out(self.eye.outlook, mine):
+            return skipped
         if mine.age_s < self.timeout_s - BEAT_S:
             return None
         waited = f" while rank {self.world.rank} waited for dist.timeout_s={self.timeout_s:g}"

@@ -46,7 +46,8 @@ class Phase:
 
     `number` counts the phases that the rank has entered. `waiting`: its code or its device waits for other ranks; on CUDA the
     code only launches a collective, and then waits wherever it reads a value. `gradients` counts the steps whose own gradients
-    the device has computed: a hanging device has one less than those that wait for it. 0 on CPU.
+    the device has computed: a hanging device has one less than those that wait for it. 0 on CPU. `calls` counts the exchanges over the
+    ranks that its code has begun by `World`.
     """
 
     beat: int
@@ -58,6 +59,7 @@ class Phase:
     where: str
     host: str
     gradients: int = 0
+    calls: int = 0
 
     @property
     def overdue(self) -> bool:
@@ -71,9 +73,10 @@ class Phases:
         timeout_s: float,
         start_s: float,
         device_is_busy: Callable[[], bool] = lambda: False,
+        calls: Callable[[], int] = lambda: 0,
         clock: SystemClock = SYSTEM,
     ):
-        self.timeout_s, self.device_is_busy, self.clock = timeout_s, device_is_busy, clock
+        self.timeout_s, self.device_is_busy, self.calls, self.clock = timeout_s, device_is_busy, calls, clock
         self._entered: Counter[str] = Counter()
         self._longest: dict[str, float] = {}
         self._gradients: Callable[[], Callable[[], int] | None] = lambda: None
@@ -118,7 +121,7 @@ class Phases:
         waiting = bool(waits_in or (where and self.device_is_busy()))
         count = self._gradients()
         gradients = count() if count else 0
-        return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname(), gradients)
+        return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname(), gradients, self.calls())
 
 
 def cuda_is_busy(device: torch.device) -> bool:

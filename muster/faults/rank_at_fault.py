@@ -4,14 +4,16 @@
 - The rank furthest behind hangs: its device has computed the gradients of fewer steps, it has entered fewer phases, or it runs its
   own code while the others wait for it.
 - A rank that is behind but within its time limit (a long save, a first compile) excuses the others.
+- A rank that is behind in a call that one ahead of it has not made waits for ever: the code makes it on some ranks only.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from typing import Any
 
-from muster.errors import RankLost
+from muster.errors import ConfigError, RankLost
 from muster.faults.phase import Phase
 
 NAMED = 8  # the most ranks that an outlook names
@@ -38,6 +40,8 @@ class Outlook:
     waiting: bool
     overdue: bool
     all_behind: bool
+    skipped_by: str = ""
+    """A rank that is ahead, and has not made the call in which the ranks behind wait."""
 
     def is_behind(self, phase: Phase) -> bool:
         """Whether a rank in `phase` is one that all others wait for."""
@@ -75,6 +79,9 @@ def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quie
     first = known[culprits[0]]
     if first.gradients < min((p.gradients for rank, p in known.items() if rank not in culprits), default=0):
         behind = [replace(one, where=f"{one.where}, its device with gradients that the others have") for one in behind]
+    ahead = sorted({*known} - {*culprits})
+    is_skipped = [first.waiting and known[rank].waiting and known[rank].calls < first.calls for rank in ahead]
+    skips = next(compress(ahead, is_skipped), None)
     return Outlook(
         silent,
         behind,
@@ -83,6 +90,7 @@ def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quie
         first.waiting,
         overdue=all(known[rank].overdue for rank in culprits),
         all_behind=len(culprits) == len(known) > 1,
+        skipped_by="" if skips is None else standing_of(skips, known[skips], 0.0).name,
     )
 
 
@@ -99,6 +107,16 @@ def silence(seen: Outlook | None, seconds: float, *, symptom: str, me: int) -> R
     if not gone:
         return None
     return RankLost(f"{', '.join(one.name for one in gone)} {symptom}", rank=gone[0].rank, host=gone[0].host)
+
+
+def left_out(seen: Outlook | None, mine: Phase) -> ConfigError | None:
+    """Return an error if the rank in `mine` is in a call that a rank ahead has not made."""
+    if not seen or not seen.skipped_by or not seen.is_behind(mine):
+        return None
+    name, where = seen.behind[0].name, seen.behind[0].where
+    return ConfigError(
+        f"{name} is in {where}, a call for all ranks that {seen.skipped_by} has left out: make it on all ranks, or on none"
+    )
 
 
 def fault(seen: Outlook | None, mine: Phase, *, timeout_s: float, patient: bool) -> RankLost | None:

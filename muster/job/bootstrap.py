@@ -15,7 +15,7 @@ from torch.distributed import DistBackendError
 
 from muster.attempt.lifecycle import Lifecycle, State
 from muster.attempt.start import Fresh, Start, begin
-from muster.data.generators import drawn_so_far
+from muster.data.generators import drawn_so_far, seeded_by_script
 from muster.errors import ConfigError, RankLost
 from muster.faults import agent, lost_output
 from muster.faults.heartbeat import Heartbeat
@@ -90,7 +90,7 @@ class Bootstrap:
             )
         _entered.append(self)
         if self.kept.drawn is None:
-            self.kept.drawn = drawn_so_far()
+            self.kept.drawn, self.kept.seeded = drawn_so_far(), seeded_by_script()
         self._install()
         try:
             check_options(self.options)

@@ -1,4 +1,4 @@
-"""What a variable of a user's loop carries from one batch to the next and no checkpoint has: a hidden state, or a best value.
+"""What a variable of a user's loop carries from one batch to the next and no checkpoint has: a hidden state, a best value, a count.
 
 A name is carried if the loop's body may read it before it assigns it. Only the source and the values of such names are
 looked at, once: nothing is attached to the user's objects.
@@ -20,24 +20,25 @@ from torch.utils import _pytree as pytree
 from muster.code_location import SourceLine, is_own
 
 Loop = ast.For | ast.While
+STATE, BEST, COUNT = "state", "best", "count"
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
-def carried(frame: FrameType | None, tracked: Collection[int]) -> Iterator[tuple[str, SourceLine, bool]]:
-    """Yield variables of loops around `frame` that carry something, the loop's line, and whether that is a tensor of several elements.
+def carried(frame: FrameType | None, tracked: Collection[int]) -> Iterator[tuple[str, SourceLine, str]]:
+    """Yield variables of loops around `frame` that carry something, the loop's line, and what that is.
 
-    Else it is a number that the loop compares, and does not count up, as a best accuracy. It looks at the innermost loop of each
-    calling function whose source is available.
+    STATE: a tensor of several elements. COUNT: a number that the loop counts up, as a sum of losses. BEST: one that it compares
+    otherwise, as a best accuracy. It looks at the innermost loop of each calling function whose source is available.
     frame: the frame that asks for the next batch, or one that it has called. tracked: ids of tensors to ignore.
     """
     while frame:
         if is_own(frame.f_code.co_filename) and (found := _loop(frame)):
             loop, line = found
-            compared = _compared(loop)
+            kinds = dict.fromkeys(_compared(loop), BEST) | dict.fromkeys(_counted(loop), COUNT)
             for name, value in _values(frame, _names(loop)).items():
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                if (is_state := _is_state(value, tracked)) or (is_number and name in compared):
-                    yield name, SourceLine(frame.f_code.co_filename, line), is_state
+                kind = STATE if _is_state(value, tracked) else kinds.get(name) if _is_number(value) else None
+                if kind:
+                    yield name, SourceLine(frame.f_code.co_filename, line), kind
         frame = frame.f_back
 
 
@@ -69,23 +70,39 @@ def _names(loop: Loop) -> list[str]:
 
 
 def _compared(loop: Loop) -> set[str]:
-    """Return the names that the body of `loop` orders by themselves, also by `max` and `min`, and does not count up or take from a clock."""
-    parts = [part for statement in loop.body for part in ast.walk(statement)]
-    found, counted = set[str](), set[str]()
-    for part in parts:
+    """Return the names that the body of `loop` orders by themselves, also by `max` and `min`, and does not take from a clock."""
+    found, timed = set[str](), set[str]()
+    for part in _parts(loop):
         operands: list[ast.expr] = []
         if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
             operands = [part.left, *part.comparators]
-        elif isinstance(part, ast.Assign) and len(part.targets) == 1 and isinstance(part.targets[0], ast.Name):
-            inside = {each.id for each in ast.walk(part.value) if isinstance(each, ast.Name)}
-            if "time" in inside or (isinstance(part.value, ast.BinOp) and part.targets[0].id in inside):
-                counted.add(part.targets[0].id)
+        elif isinstance(part, ast.Assign) and "time" in _loaded(part.value):
+            timed |= {*_assigned(part.targets)}
         elif isinstance(part, ast.Call) and getattr(part.func, "id", "") in ("max", "min"):
             operands = part.args
-        elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
-            counted.add(part.target.id)
         found |= {each.id for each in operands if isinstance(each, ast.Name)}
-    return found - counted
+    return found - timed
+
+
+def _counted(loop: Loop) -> set[str]:
+    """Return the names to which the body of `loop` adds something, and not the time that has passed."""
+    found, timed = set[str](), set[str]()
+    for part in _parts(loop):
+        if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
+            found.add(part.target.id)
+        elif isinstance(part, ast.Assign) and isinstance(part.value, ast.BinOp) and len(part.targets) == 1:
+            found |= {*_assigned(part.targets)} & _loaded(part.value)
+        if isinstance(part, ast.AugAssign | ast.Assign) and "time" in _loaded(part.value):
+            timed |= {*_assigned([part])}
+    return found - timed
+
+
+def _parts(loop: Loop) -> Iterator[ast.AST]:
+    return (part for statement in loop.body for part in ast.walk(statement))
+
+
+def _loaded(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def _is_read_ahead(node: ast.AST) -> bool:
@@ -166,6 +183,11 @@ def _values(frame: FrameType, names: Sequence[str]) -> dict[str, object]:
     if is_copy and sys.getrefcount(there) <= 3:  # nobody but the frame keeps it, and with it all tensors of this batch
         there.clear()
     return found
+
+
+def _is_number(value: object) -> bool:
+    is_one = isinstance(value, Tensor) and value.numel() == 1
+    return is_one or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _is_state(value: object, tracked: Collection[int]) -> bool:

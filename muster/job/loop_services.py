@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -32,7 +33,7 @@ from muster.files import replace_file
 from muster.job import built_options
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, moved_on, read_now, with_length
 from muster.job.bootstrap import Bootstrap, end_alike
-from muster.job.carried_state import carried
+from muster.job.carried_state import BEST, COUNT, STATE, carried
 from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
 from muster.job.tracked_state import Tracked
@@ -51,8 +52,8 @@ BUILD_ALIKE = (
 STEP_ALIKE = "a checkpoint has the state of one rank: keep it alike on all ranks, or shard the model by fully_shard, and its optimizer with it"
 UNTRACKED = "{name} steps the model and is not tracked: a resume, or the death of a rank, would begin its state anew; name it: track(model=..., optimizer=...)"
 UNSCHEDULED = (
-    "{kind}, the schedule of {name}, is not tracked: a resume, or the death of a rank, would begin it anew, unless your code sets it from job.steps_done; "
-    "name it: track(schedule=...)"
+    "{kind}, the schedule of {name}, is not tracked: a resume, or the death of a rank, would begin it anew; name it: track(schedule=...), also if your "
+    "code sets it from job.steps_done"
 )
 NO_OPTIMIZER = (
     "no optimizer is tracked: what the loop itself keeps for its updates, such as a rate in a variable, is in no checkpoint, and a resume, or the "
@@ -62,11 +63,16 @@ DRAWN = (
     "before the job, random numbers were drawn from another state of {names} than in the attempt before: what is made of them, but for tracked "
     "weights, is not the same; begin with a seed (torch.manual_seed(0), np.random.seed(0)), or draw them in the function that the job calls"
 )
-CARRIED = "{name} goes from batch to batch in a variable of the loop ({line}), which is in no checkpoint: a resume, or the death of a rank, begins it anew"
-IF_STATE = ", and other weights may follow; keep it in a buffer of a tracked module, if training reads it"
-IF_BEST = (
-    "; take a best value from the records (docs/your-own-loop.md: the best weights), or follow it from job.steps_done"
+SEEDED = (
+    "torch.manual_seed({own}) before the job does not seed it: the order of samples and all that is drawn in the job follow from its seed={seed}; "
+    "give Job(seed={own})"
 )
+CARRIED = "{name} {verb} from batch to batch in a variable of the loop ({line}), which is in no checkpoint: a resume, or the death of a rank, begins it anew"
+REMEDIES = {
+    STATE: ", and other weights may follow; keep it in a buffer of a tracked module, if training reads it",
+    COUNT: "; give it to job.step(name=value) or job.log, whose means go on, or follow it from job.steps_done",
+    BEST: "; take a best value from the records (docs/your-own-loop.md: the best weights), or follow it from job.steps_done",
+}
 OWN_LOADER = (
     "the loop reads a DataLoader by itself: after a resume, or the death of a rank, it begins with the loader's first batch again, unless your code goes "
     "on from job.steps_done{more}; give the loader to job.batches(), which goes on with the next batch"
@@ -262,15 +268,18 @@ class LoopServices:
             names = [f"{name}'s generator" for name in sorted(drawn) if of_before.get(name, drawn[name]) != drawn[name]]
             if names:
                 yield DRAWN.format(names=" and ".join(names))
+        seed, own = self.options.seed, self.bootstrap.kept.seeded
+        if own is not None and own != seed:
+            yield SEEDED.format(own=own, seed=seed)
         if self.world.is_borrowed and (text := external_group.why_restart_may_hang()):
             yield text
         if why := self.bootstrap.why_no_survival:
             yield WHY_NOT.format(key=self.trainee.key, why=why)
 
     def _see_optimizers(self) -> None:
-        """Note an untracked optimizer that steps tracked parameters, or an untracked schedule of one: a resume begins it anew.
+        """Note an untracked optimizer that steps tracked parameters: a resume begins it anew, and no death is survived.
 
-        So does a rank that is restarted in place; with an untracked optimizer, no death is survived.
+        So would an untracked schedule, and a rank that is restarted in place: in a run that begins, it is refused.
         """
         seen, trained = self._stepped, {id(each) for each in self.tracked.parameters()}
 
@@ -287,7 +296,10 @@ class LoopServices:
                 self.trainee.refuse(f"{name} is not tracked")
             for each in self.tracked.untracked_schedules(optimizer):
                 kind = type(each).__name__
-                self.tell_once(f"untracked {kind}", UNSCHEDULED.format(kind=kind, name=name))
+                text = UNSCHEDULED.format(kind=kind, name=name)
+                if self.start.saved is None and not self.world.again:
+                    raise ConfigError(text)
+                self.tell_once(f"untracked {kind}", text)
 
         handle = register_optimizer_step_post_hook(look)
         self.bootstrap.life.on_end(handle.remove, failed=handle.remove, parted=handle.remove)
@@ -368,9 +380,13 @@ class LoopServices:
         """Note, after the first step, what the loop does that a checkpoint cannot know."""
         if self.world.is_first and (name := self.tracked.frozen_again()):
             self.running.records.event("note", text=FROZEN.format(name=name))
-        for name, line, is_state in [*carried(sys._getframe(), {*map(id, self.tracked.parameters())})]:
-            text = CARRIED + (IF_STATE if is_state else IF_BEST)
-            self.tell_once(f"carried {name}", text.format(name=name, line=line))
+        found = defaultdict[tuple[str, str], list[str]](list)
+        for name, line, kind in [*carried(sys._getframe(), {*map(id, self.tracked.parameters())})]:
+            found[kind, str(line)].append(name)
+        for (kind, place), names in found.items():
+            verb, remedy = "goes" if len(names) == 1 else "go", REMEDIES[kind]
+            text = CARRIED.format(name=", ".join(names), verb=verb, line=place)
+            self.tell_once(f"carried {', '.join(names)}", text + remedy)
         is_tracked = any(hasattr(each, "__iter__") for each in self.tracked.others.values())
         if self.batch_source is None and not is_tracked and (batches := read_now()) is not None:
             apart = self.world.size > 1 and is_undivided(batches)

@@ -94,6 +94,8 @@ class JobHandOver(HandOver):
         """The options with which the loop has built what it tracks, when this process called it first."""
         self.drawn: dict[str, Any] | None = None
         """What stands for the numbers that the script has drawn before it entered the job: see `drawn_so_far`."""
+        self.seeded: int | None = None
+        """The seed that the script has given torch before."""
         self.told: set[str] = set()
         """What the records tell once for all incarnations."""
         self.habits: dict[str, bool] = {}

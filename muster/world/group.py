@@ -8,8 +8,9 @@ import socket
 import sys
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FunctionType
@@ -40,8 +41,6 @@ from muster.world.store_keys import StoreKeys
 
 START_S = 2 * 3600.0
 """The longest that a start may take, for example for a download or the digests of a large checkpoint."""
-
-
 CLOSED_S = 1.0  # longer than the destructor of a group takes whose threads have ended
 AGAIN_S = 10.0
 """The longest that ranks take to form their group again: one may have died since they met."""
@@ -67,6 +66,8 @@ class World:
     """The group that carries CPU tensors; None: the default group."""
     is_borrowed: bool = False
     """True if the default group existed before, and outlives this attempt."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """The exchanges over the ranks that this rank has begun, by method; all ranks begin the same ones in the same order."""
     again: bool = False
     """True if some of the ranks have met before, in this launch: one of them has died since, and is restarted in place."""
 
@@ -85,6 +86,7 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum over ranks in float64. Collective."""
+        self.calls["sum"] += 1
         if self.size == 1:
             return [*map(float, values)]
         total = torch.tensor(values, dtype=torch.float64)
@@ -99,6 +101,7 @@ class World:
 
         No sum but the next may be begun before all ranks have asked for this one.
         """
+        self.calls["sum_later"] += 1
         if self.size == 1:
             return lambda: values
         if self.memory and len(values) <= POST:
@@ -121,6 +124,7 @@ class World:
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         """Return the `value` of rank `source`, which must be JSON. Collective."""
+        self.calls["broadcast"] += 1
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if self.rank == source else b""
@@ -132,6 +136,7 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, on every rank; the values must be JSON and small. Collective."""
+        self.calls["gather"] += 1
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
@@ -144,6 +149,7 @@ class World:
 
     def lowest(self, is_so: bool) -> int | None:
         """Return the lowest rank on which `is_so` is true; None if there is none. Collective."""
+        self.calls["lowest"] += 1
         if self.memory:
             told = self.sum([float(is_so and rank == self.rank) for rank in range(self.size)])
             return next((rank for rank, is_one in enumerate(told) if is_one), None)

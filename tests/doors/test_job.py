@@ -339,7 +339,7 @@ def test_a_loader_that_gives_all_ranks_the_same_samples_is_refused_or_noted(plac
 
 
 LEFT_OUT = """
-import os, torch, muster
+import os, time, torch, muster
 from torch import nn
 from torch.utils.data import TensorDataset
 FORM = os.environ["FORM"]
@@ -354,7 +354,7 @@ def main(job):
     measure = lambda batch: {"mean": net(batch[0])[:, 0]}
     if FORM == "evaluates":
         return job.evaluate(own, measure)
-    best, seen = 100.0, 0
+    best, seen, total, spent, before = 100.0, 0, 0.0, 0.0, time.time()
     for (x,) in job.batches(data, batch_size=8, epochs=2):
         model(x).mean().backward()
         optimizer.step()
@@ -363,6 +363,9 @@ def main(job):
             schedule.step()
         job.step()
         seen += 1
+        total = total + x.sum()
+        spent += time.time() - before
+        before = time.time()
         if job.ends_epoch:
             mean = job.evaluate(own, measure)["mean"]
             best = mean if mean < best and seen < 100 else best
@@ -395,6 +398,8 @@ def test_what_a_port_leaves_out_is_told_or_done_as_meant(place):
     )
     best = [line["text"] for line in done.events("note") if line["text"].startswith("best goes from batch to batch")]
     assert best and "take a best value from the records" in best[0] and "seen" not in "".join(best)
+    [counted] = {line["text"] for line in done.events("note") if line["text"].startswith("seen, total go from batch")}
+    assert "job.step(name=value)" in counted and "spent" not in counted
 
 
 APART = """
@@ -629,12 +634,9 @@ def test_what_a_resume_would_lose_is_noted_once(place):
     )
     unscheduled = place("unscheduled")
     (unscheduled / "half.py").write_text(HALF)
-    noted = run(unscheduled, script="half", to="", ranks=2, FORM="unscheduled").events("note")
-    said = [note["text"] for note in noted if "is not tracked" in note["text"]]
-    assert said == [
-        "ReduceLROnPlateau, the schedule of Adam, is not tracked: a resume, or the death of a rank, would begin it anew, unless your code sets it from "
-        "job.steps_done; name it: track(schedule=...)"
-    ], noted
+    refused = run(unscheduled, script="half", to="", ranks=2, FORM="unscheduled", code=1)
+    said = "ReduceLROnPlateau, the schedule of Adam, is not tracked: a resume, or the death of a rank, would begin it anew; name it: track(schedule=...)"
+    assert refused.outcome["exit_code"] == 2 and refused.outcome["error"].startswith(said), refused.outcome
     scheduled = place("scheduled")
     (scheduled / "half.py").write_text(HALF)
     noted = run(scheduled, script="half", to="", ranks=2, FORM="scheduled").events("note")
@@ -1528,8 +1530,11 @@ def test_numbers_that_were_drawn_before_the_job_from_another_seed_are_noted(plac
         run(folder, "buffer", script="carried", DRAWS="1")
         shutil.rmtree(folder / "run/checkpoints/step-00000008")
         (folder / "run/outcome.json").unlink()
-    [note] = run(folder, "buffer", script="carried", DRAWS="2").events("note")
-    assert "drawn from another state of NumPy's generator and torch's generator than in the attempt" in note["text"]
+    notes = [note["text"] for note in run(folder, "buffer", script="carried", DRAWS="2").events("note")]
+    [drawn] = [text for text in notes if text.startswith("before the job, random numbers")]
+    assert "drawn from another state of NumPy's generator and torch's generator than in the attempt" in drawn
+    seeded = [text.partition(" before the job does not seed it")[0] for text in notes if text != drawn]
+    assert seeded == ["torch.manual_seed(1)", "torch.manual_seed(1)", "torch.manual_seed(2)"]
 
 
 def test_buffers_of_each_rank_are_noted_where_there_are_others(place):

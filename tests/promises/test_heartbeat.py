@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 import weakref
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -28,12 +30,13 @@ from muster.faults.phase import (
     main_thread,
 )
 from muster.faults.preemption import Preemption
-from muster.faults.rank_at_fault import NAMED, Outlook, fault, last, outlook, silence
+from muster.faults.rank_at_fault import NAMED, Outlook, fault, last, left_out, outlook, silence
 from muster.process import STOP_SIGNALS
 from muster.world.environment import Environment
 from muster.world.exposed_communication import Waiting
 
 pytestmark = pytest.mark.unit
+CPU = torch.device("cpu")
 
 
 def phase(number, *, waiting=False, age_s=10.0, limit_s=5.0, host="n1", gradients=0):
@@ -184,6 +187,17 @@ def test_all_behind_is_nobodys_fault_alone():
     assert found and found.rank is None and "collectives that do not match" in str(found)
 
 
+@pytest.mark.parametrize(("calls", "waiting", "is_left_out"), [(2, True, True), (3, True, False), (2, False, False)])
+def test_a_call_that_a_rank_ahead_has_left_out_is_named(calls, waiting, is_left_out):
+    """If the one ahead has made it, the network has lost data; if it waits for nobody, it may be about to make it."""
+    behind, ahead = replace(phase(6, waiting=True), calls=3), replace(phase(7, waiting=waiting), calls=calls)
+    found = left_out(seen(r0=ahead, r1=behind), behind)
+    assert bool(found) == is_left_out and left_out(seen(r0=ahead, r1=behind), ahead) is None
+    assert not found or "rank 1 on n1 (step 6) is in mine.py:3 (forward), a call for all ranks that rank 0" in str(
+        found
+    )
+
+
 def test_nothing_is_judged_before_all_have_a_phase():
     early = seen(r0=phase(0), r1=None)
     assert fault(early, phase(0), timeout_s=5, patient=False) is None
@@ -249,7 +263,7 @@ def test_a_rank_that_waits_for_a_silent_rank_0_leaves_at_the_timeout(clock):
     beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
     store_keys, began = board_of(beats), clock.now
     world = SimpleNamespace(
-        size=2, rank=1, is_first=False, device=torch.device("cpu"), store_keys=store_keys, environment=Environment()
+        size=2, rank=1, is_first=False, device=CPU, store_keys=store_keys, environment=Environment(), calls=Counter()
     )
     own = Heartbeat(world, timeout_s=5.0, start_s=5.0, on_hang=print, clock=clock)
     own.enter("step", 7)
@@ -271,7 +285,7 @@ def standing(clock):
         **vars(board_of(beats)), has_failure=lambda: said.failed, post_beat=lambda text, every_s: None
     )
     world = SimpleNamespace(
-        size=2, rank=1, is_first=False, device=torch.device("cpu"), store_keys=store_keys, environment=Environment()
+        size=2, rank=1, is_first=False, device=CPU, store_keys=store_keys, environment=Environment(), calls=Counter()
     )
     still = Stillness(place=lambda: said.place, clock=clock)
     options = {"stillness": still, "is_asked_to_stop": lambda: said.stopped, "clock": clock}

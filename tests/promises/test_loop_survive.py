@@ -86,13 +86,20 @@ def test_a_loop_that_goes_on_after_torch_s_error_in_a_block_is_no_mistake_of_the
 
 
 def test_a_mistake_of_the_loop_that_hangs_again_after_the_update_ends_the_run(tmp_path):
-    """Rank 0 alone calls a collective there: each time the rest of its body was left out, and the run went on to its end."""
-    done = trained(tmp_path / "job", 2, script="alone", code=1)
+    """Rank 0 alone calls torch's barrier there: each time the rest of its body was left out, and the run went on to its end."""
+    done = trained(tmp_path / "job", 2, script="alone", code=1, BARRIER="1")
     survived = done.events("survived")
     assert all(re.search(r"hang in job/alone.py:\d+ \(main\)", line["cause"]) for line in survived), survived
     assert [line["step"] for line in survived] == [4, 8]
     assert (done.outcome["exit_code"], done.outcome["step"]) == (7, 12)
     assert "rank 0" in done.outcome["error"] and "in job/alone.py" in done.outcome["error"], done.outcome
+
+
+def test_a_call_of_the_job_on_one_rank_alone_ends_the_run_at_once(tmp_path):
+    done = trained(tmp_path / "job", 2, script="alone", code=1, restarts=0)
+    said = r"rank 0 on \S+ \(step 3\) is in job/alone.py:\d+ \(main\), a call for all ranks that rank 1 on \S+ \(step 4\) has left out"
+    assert re.search(said, done.outcome["error"]) and done.outcome["exit_code"] == 2, done.outcome
+    assert not done.events("survived")
 
 
 def test_a_first_step_that_hangs_in_a_collective_does_not_wait_as_long_as_one_that_compiles(tmp_path):

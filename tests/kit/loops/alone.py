@@ -1,12 +1,13 @@
 """A loop whose rank 0 calls a collective after every fourth step, which rank 1 does not: `python alone.py FOLDER`.
 
-AT: the step instead, of four, as 1.
+AT: the step instead, of four, as 1. BARRIER: the collective is torch's own, and not the job's.
 """
 
 import os
 import sys
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +26,7 @@ def main(job):
         optimizer.zero_grad()
         job.step()
         if job.steps_done % 4 == int(os.environ.get("AT", "0")) and job.is_first:
-            job.sum(1.0)
+            dist.barrier() if os.environ.get("BARRIER") else job.sum(1.0)
 
 
 muster.Job(sys.argv[1], tensorboard=False, timeout_s=3).run(main)
