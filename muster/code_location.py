@@ -64,7 +64,7 @@ def is_raised_by_own(error: BaseException) -> bool:
 
 def is_own(file: str) -> bool:
     """Return True if a file is user code: neither the kit's nor an installed library's."""
-    return not (_is_kit(file) or file.startswith(LIBRARIES))
+    return not (is_kit(file) or file.startswith(LIBRARIES))
 
 
 def defined(part: Any, *methods: str) -> str:
@@ -104,11 +104,12 @@ def described(value: Any) -> str:
 def _places(error: BaseException) -> list[SourceLine]:
     """Return the traceback's lines from the kit's first one on: the callers of the kit did not cause the error."""
     places = [SourceLine(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    first = next((number for number, each in enumerate(places) if _is_kit(each.file)), 0)
+    first = next((number for number, each in enumerate(places) if is_kit(each.file)), 0)
     return places[first:]
 
 
-def _is_kit(file: str) -> bool:
+def is_kit(file: str) -> bool:
+    """Return True if a file is the kit's."""
     return file.startswith(f"{KIT}{os.sep}")
 
 

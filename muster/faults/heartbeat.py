@@ -168,10 +168,11 @@ class Heartbeat:
         self._look()
 
     def is_waited_for(self) -> bool:
-        """Whether the other ranks have waited for this one for half of the timeout, while this rank watches."""
+        """Whether other ranks have waited for this one, at its end, for half of the timeout, in a step that it has left or a later one."""
         mine, seen = self.phases.now(self._beat), self.eye.outlook
-        is_last = seen is not None and seen.is_behind(mine) and not seen.all_behind
-        return is_last and mine.age_s > self.timeout_s / 2
+        if seen is None or not seen.behind or seen.all_behind or mine.age_s <= self.timeout_s / 2:
+            return False
+        return seen.is_behind(mine) or seen.waiting
 
     def silence(self, seconds: float, *, waited: str = "") -> RankLost | None:
         """Return a RankLost that names the ranks without a heartbeat for `seconds`, or the store; else None.

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from itertools import compress
 from typing import Any
 
 from muster.errors import ConfigError, RankLost
@@ -80,8 +79,7 @@ def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quie
     if first.gradients < min((p.gradients for rank, p in known.items() if rank not in culprits), default=0):
         behind = [replace(one, where=f"{one.where}, its device with gradients that the others have") for one in behind]
     ahead = sorted({*known} - {*culprits})
-    is_skipped = [first.waiting and known[rank].waiting and known[rank].calls < first.calls for rank in ahead]
-    skips = next(compress(ahead, is_skipped), None)
+    skips = next((rank for rank in ahead if _skips(known[rank], first)), None)
     return Outlook(
         silent,
         behind,
@@ -92,6 +90,11 @@ def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quie
         all_behind=len(culprits) == len(known) > 1,
         skipped_by="" if skips is None else standing_of(skips, known[skips], 0.0).name,
     )
+
+
+def _skips(ahead: Phase, behind: Phase) -> bool:
+    """Whether a rank whose code is ahead has made fewer calls than the one that is behind; both wait, so neither is about to make one."""
+    return ahead.waiting and behind.waiting and ahead.number > behind.number and ahead.calls < behind.calls
 
 
 def standing_of(rank: int, phase: Phase | None, silent_s: float) -> Standing:

@@ -191,8 +191,7 @@ def end_alike(world: World, heartbeat: Heartbeat, step: int) -> None:
             raise DistBackendError("another rank has failed while this one waited for the end of its loop")
         if heartbeat.is_waited_for():
             raise ConfigError(
-                f"the loop has ended after step {step} on rank {world.rank} ({socket.gethostname()}), for which other ranks "
-                f"wait in a later one: {LEAVE_ALIKE}"
+                f"the loop has ended after step {step} on rank {world.rank} ({socket.gethostname()}), for which other ranks wait: {LEAVE_ALIKE}"
             )
         time.sleep(pause_s)
     for rank, end in enumerate(ends):

@@ -17,7 +17,7 @@ from types import FrameType
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from muster.code_location import SourceLine, is_own
+from muster.code_location import SourceLine, is_kit, is_own
 
 Loop = ast.For | ast.While
 STATE, BEST, COUNT = "state", "best", "count"
@@ -31,7 +31,11 @@ def carried(frame: FrameType | None, tracked: Collection[int]) -> Iterator[tuple
     otherwise, as a best accuracy. It looks at the innermost loop of each calling function whose source is available.
     frame: the frame that asks for the next batch, or one that it has called. tracked: ids of tensors to ignore.
     """
-    while frame:
+    is_in_own = False
+    while frame and not (
+        is_in_own and is_kit(frame.f_code.co_filename)
+    ):  # of Job.run: what is around it is no part of the job
+        is_in_own = is_in_own or is_own(frame.f_code.co_filename)
         if is_own(frame.f_code.co_filename) and (found := _loop(frame)):
             loop, line = found
             kinds = dict.fromkeys(_compared(loop), BEST) | dict.fromkeys(_counted(loop), COUNT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import sys
 import time
@@ -14,6 +15,7 @@ from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from muster import outcome
@@ -279,7 +281,7 @@ class LoopServices:
     def _see_optimizers(self) -> None:
         """Note an untracked optimizer that steps tracked parameters: a resume begins it anew, and no death is survived.
 
-        So would an untracked schedule, and a rank that is restarted in place: in a run that begins, it is refused.
+        So would an untracked schedule. It is refused in a run that begins, if no tracked object may hold it unseen.
         """
         seen, trained = self._stepped, {id(each) for each in self.tracked.parameters()}
 
@@ -294,10 +296,14 @@ class LoopServices:
             if not self.tracked.saves(optimizer):
                 self.tell_once(f"untracked {name}", UNTRACKED.format(name=name))
                 self.trainee.refuse(f"{name} is not tracked")
+            knows_all = all(isinstance(each, LRScheduler) for each in self.tracked.others.values())
+            is_certain = knows_all and self.start.saved is None and not self.world.again
+            if is_certain and self.tracked.untracked_schedules(optimizer):
+                gc.collect()  # one that was replaced may be in a cycle of references
             for each in self.tracked.untracked_schedules(optimizer):
                 kind = type(each).__name__
                 text = UNSCHEDULED.format(kind=kind, name=name)
-                if self.start.saved is None and not self.world.again:
+                if is_certain:
                     raise ConfigError(text)
                 self.tell_once(f"untracked {kind}", text)
 

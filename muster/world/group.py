@@ -8,17 +8,19 @@ import socket
 import sys
 import threading
 import uuid
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from muster.code_location import SourceLine, is_own
 from muster.errors import ConfigError, DataError, MusterError, RankLost, environment_error, of_code, one_line
 from muster.process import collect_garbage
 from muster.world import flight_recorder, timeouts
@@ -39,6 +41,7 @@ from muster.world.rendezvous.network import (
 from muster.world.rendezvous.shared_file import SharedFile
 from muster.world.store_keys import StoreKeys
 
+KIT = Path(__file__).resolve().parents[1]
 START_S = 2 * 3600.0
 """The longest that a start may take, for example for a download or the digests of a large checkpoint."""
 CLOSED_S = 1.0  # longer than the destructor of a group takes whose threads have ended
@@ -85,16 +88,25 @@ class World:
         return self.environment.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sum over ranks in float64. Collective."""
+        """Sum over ranks in float64. Collective. Raises ConfigError: another rank has called something else of the kit's."""
+        return self._sum(values, call=call_of(sys._getframe(1)))
+
+    def _sum(self, values: list[float], *, call: int) -> list[float]:
         self.calls["sum"] += 1
         if self.size == 1:
             return [*map(float, values)]
-        total = torch.tensor(values, dtype=torch.float64)
+        total = torch.tensor([call, *values], dtype=torch.float64)
         if self.memory:
             self.memory.add_up(total)
         else:
             dist.all_reduce(total, group=self.group)
-        return [float(value) for value in total]
+        calls, *sums = map(float, total)
+        if calls != call * self.size:
+            raise ConfigError(
+                f"rank {self.rank} on {socket.gethostname()} and another rank have called different functions{_where()}: all ranks must make "
+                "the same calls, in the same order"
+            )
+        return sums
 
     def sum_later(self, values: list[float]) -> Callable[[], list[float]]:
         """Begin to sum over ranks in float64; return a function that waits for the other ranks and returns the sums. Collective.
@@ -151,7 +163,8 @@ class World:
         """Return the lowest rank on which `is_so` is true; None if there is none. Collective."""
         self.calls["lowest"] += 1
         if self.memory:
-            told = self.sum([float(is_so and rank == self.rank) for rank in range(self.size)])
+            own = [float(is_so and rank == self.rank) for rank in range(self.size)]
+            told = self._sum(own, call=call_of(sys._getframe(1)))
             return next((rank for rank, is_one in enumerate(told) if is_one), None)
         rank = torch.tensor([self.rank if is_so else self.size])
         if self.size > 1:
@@ -390,6 +403,20 @@ def form_group(
     if getattr(hook, "__module__", "") == dist.init_process_group.__module__:
         sys.excepthook = hook  # of the group before: one prefix is enough
     timeouts.extend(options.timeout_s)
+
+
+def call_of(frame: FrameType) -> int:
+    """Return a number of the line of the kit's that `frame` is in, the same on all ranks; 0 for a line of other code, which may differ."""
+    path = Path(frame.f_code.co_filename)
+    return zlib.crc32(f"{path.name}:{frame.f_lineno}".encode()) % 2**24 if KIT in path.parents else 0
+
+
+def _where() -> str:
+    """Return ` (mine.py:12)`, the innermost line of user code that has called; empty if there is none."""
+    frame: FrameType | None = sys._getframe()
+    while frame and not is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f" ({SourceLine(frame.f_code.co_filename, frame.f_lineno)})" if frame else ""
 
 
 def _bytes(text: bytes, length: int) -> torch.Tensor:

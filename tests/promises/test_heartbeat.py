@@ -191,6 +191,8 @@ def test_all_behind_is_nobodys_fault_alone():
 def test_a_call_that_a_rank_ahead_has_left_out_is_named(calls, waiting, is_left_out):
     """If the one ahead has made it, the network has lost data; if it waits for nobody, it may be about to make it."""
     behind, ahead = replace(phase(6, waiting=True), calls=3), replace(phase(7, waiting=waiting), calls=calls)
+    slow = replace(phase(8, waiting=True, gradients=0), calls=4)  # its device is behind, its code is not
+    assert left_out(seen(r0=replace(ahead, gradients=1), r1=slow), slow) is None
     found = left_out(seen(r0=ahead, r1=behind), behind)
     assert bool(found) == is_left_out and left_out(seen(r0=ahead, r1=behind), ahead) is None
     assert not found or "rank 1 on n1 (step 6) is in mine.py:3 (forward), a call for all ranks that rank 0" in str(

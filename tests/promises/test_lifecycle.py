@@ -1,6 +1,7 @@
 """The states of an attempt: which follows which, and how each is undone."""
 
 import pickle
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.unit
 class Alone:
     """The group of one rank, which notes how it was left."""
 
-    rank, size, is_first, device = 0, 1, True, torch.device("cpu")
+    rank, size, is_first, device, calls = 0, 1, True, torch.device("cpu"), Counter()
     attempt, agents = "attempt", ["agent"]
     environment = SimpleNamespace(local_world_size=1, nodes=1)
 

@@ -102,6 +102,21 @@ def test_a_call_of_the_job_on_one_rank_alone_ends_the_run_at_once(tmp_path):
     assert not done.events("survived")
 
 
+def test_a_call_of_the_job_on_one_rank_alone_is_not_taken_for_one_of_a_save(tmp_path):
+    """The sums met, and the save read `not finite` from the other rank's number."""
+    done = trained(tmp_path / "job", 2, script="alone", code=1, restarts=0, SAVE="4")
+    assert done.outcome["exit_code"] == 2, done.outcome
+    assert re.search(r"have called different functions \(alone.py:\d+\)", done.outcome["error"]), done.outcome
+
+
+def test_a_rank_that_leaves_in_the_middle_of_a_step_ends_the_run(tmp_path):
+    done = trained(tmp_path / "job", 2, script="alone", code=1, LEAVES="1")
+    assert (
+        done.outcome["exit_code"] == 2 and "all ranks must leave the loop after the same step" in done.outcome["error"]
+    )
+    assert "the loop has ended after step 4 on rank 1" in done.outcome["error"] and not done.events("survived")
+
+
 def test_a_first_step_that_hangs_in_a_collective_does_not_wait_as_long_as_one_that_compiles(tmp_path):
     done = trained(tmp_path / "job", 2, script="alone", code=1, restarts=0, AT="1")
     assert re.search(r"rank 0 on \S+ \(step 0\) is in job/alone.py:\d+ \(main\)", done.outcome["error"]), done.outcome

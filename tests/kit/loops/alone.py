@@ -1,6 +1,7 @@
 """A loop whose rank 0 calls a collective after every fourth step, which rank 1 does not: `python alone.py FOLDER`.
 
-AT: the step instead, of four, as 1. BARRIER: the collective is torch's own, and not the job's.
+AT: the step instead, of four, as 1. BARRIER: the collective is torch's own, and not the job's. SAVE: a checkpoint is due every SAVE steps.
+LEAVES: rank 1 leaves its loop there before the backward pass.
 """
 
 import os
@@ -21,12 +22,15 @@ def main(job):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     job.track(model=model, optimizer=optimizer)
     for (x,) in job.batches(DATA, batch_size=4, epochs=1):
-        model(x).square().mean().backward()
+        loss = model(x).square().mean()
+        if "LEAVES" in os.environ and job.steps_done == 4 and job.rank == 1:
+            break
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         job.step()
-        if job.steps_done % 4 == int(os.environ.get("AT", "0")) and job.is_first:
+        if "LEAVES" not in os.environ and job.steps_done % 4 == int(os.environ.get("AT", "0")) and job.is_first:
             dist.barrier() if os.environ.get("BARRIER") else job.sum(1.0)
 
 
-muster.Job(sys.argv[1], tensorboard=False, timeout_s=3).run(main)
+muster.Job(sys.argv[1], save_every=int(os.environ.get("SAVE", "100")), tensorboard=False, timeout_s=3).run(main)
