@@ -73,6 +73,12 @@ def differences(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
             yield name, before[name], value
 
 
+def is_changed_alike(before: Mapping[str, Any], now: Mapping[str, Any], changed: tuple[str, Any, Any]) -> bool:
+    """Return True if some value of `before` and `now`, by name, has changed as an option has: the script was given it."""
+    _, old, new = changed
+    return any(name in before and _is_same(before[name], old) and _is_same(value, new) for name, value in now.items())
+
+
 def told(path: str, changed: Sequence[tuple[str, Any, Any]]) -> str:
     """Return in one line which options of the checkpoint at `path`, from `differences`, are loaded in place of others."""
     public = [each for each in changed if not each[0].endswith(OF_TORCH)] or changed  # from which torch's own follow

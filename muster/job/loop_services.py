@@ -36,7 +36,7 @@ from muster.job import built_options
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, moved_on, read_now, with_length
 from muster.job.bootstrap import Bootstrap, end_alike
 from muster.job.carried_state import BEST, COUNT, STATE, carried
-from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
+from muster.job.options import JobOptions, as_yaml, loggers_of, own_before, own_of, run_options_of
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import JobTrainee, Reached, seed_step
@@ -670,11 +670,16 @@ class LoopServices:
         return kept.built
 
     def _refuse_built(self, saved: Saved) -> None:
-        """Raise ConfigError for an optimizer or a schedule with other options than before; at another world size, note it."""
+        """Raise ConfigError for an optimizer or a schedule with other options than before.
+
+        At another world size, from which they may follow, it is noted, unless a value of the script's own has changed alike.
+        """
         changed, failure = [*built_options.differences(self.built, self._here)], None
         if changed and self.world.is_first and not self.world.again:
             text = built_options.told(saved.path, changed)
-            if saved.manifest["world_size"] == self.world.size:
+            before, now = own_before(self.options), own_of(self.options)
+            is_given = any(built_options.is_changed_alike(before, now, each) for each in changed)
+            if is_given or saved.manifest["world_size"] == self.world.size:
                 later = (
                     ""
                     if built_options.is_scheduled(self.tracked)

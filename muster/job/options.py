@@ -92,8 +92,21 @@ def check_options(options: JobOptions) -> None:
 
 def as_yaml(options: JobOptions, **facts: Any) -> str:
     """Return the text of config.yaml: the settings, `facts` of the loop, and the script's own values."""
-    own = {str(name): _readable(value) for name, value in options.own.items()}
-    return yaml.safe_dump({**_plain(options), **facts, "own": own}, sort_keys=False)
+    return yaml.safe_dump({**_plain(options), **facts, "own": own_of(options)}, sort_keys=False)
+
+
+def own_of(options: JobOptions) -> dict[str, Any]:
+    """Return the script's own values as config.yaml has them."""
+    return {str(name): _readable(value) for name, value in options.own.items()}
+
+
+def own_before(options: JobOptions) -> dict[str, Any]:
+    """Return those that the run's config.yaml has, of the attempt before; empty if there is none."""
+    try:
+        found = yaml.safe_load((Path(options.folder) / "config.yaml").read_text(encoding="utf-8"))["own"]
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def run_options_of(options: JobOptions) -> RunOptions:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
@@ -41,7 +42,7 @@ from muster.world.rendezvous.network import (
 from muster.world.rendezvous.shared_file import SharedFile
 from muster.world.store_keys import StoreKeys
 
-KIT = Path(__file__).resolve().parents[1]
+KIT = Path(__file__).parents[1]  # as in a frame's file name
 START_S = 2 * 3600.0
 """The longest that a start may take, for example for a download or the digests of a large checkpoint."""
 CLOSED_S = 1.0  # longer than the destructor of a group takes whose threads have ended
@@ -101,12 +102,15 @@ class World:
         else:
             dist.all_reduce(total, group=self.group)
         calls, *sums = map(float, total)
-        if calls != call * self.size:
+        self._refuse_other(calls != call * self.size)
+        return sums
+
+    def _refuse_other(self, is_other: bool) -> None:
+        if is_other:
             raise ConfigError(
                 f"rank {self.rank} on {socket.gethostname()} and another rank have called different functions{_where()}: all ranks must make "
                 "the same calls, in the same order"
             )
-        return sums
 
     def sum_later(self, values: list[float]) -> Callable[[], list[float]]:
         """Begin to sum over ranks in float64; return a function that waits for the other ranks and returns the sums. Collective.
@@ -140,9 +144,11 @@ class World:
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if self.rank == source else b""
-        length = torch.tensor([len(text)])
+        call = call_of(sys._getframe(1))
+        length = torch.tensor([len(text), call])
         dist.broadcast(length, source, group=self.group)
-        buffer = _bytes(text, int(length))
+        self._refuse_other(int(length[1]) != call)
+        buffer = _bytes(text, int(length[0]))
         dist.broadcast(buffer, source, group=self.group)
         return json.loads(bytes(buffer.tolist()))
 
@@ -152,12 +158,15 @@ class World:
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(text)]), group=self.group)
-        longest = max(map(int, lengths))
+        call = call_of(sys._getframe(1))
+        told = [torch.zeros(2, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(told, torch.tensor([len(text), call]), group=self.group)
+        self._refuse_other(any(int(each[1]) != call for each in told))
+        lengths = [int(each[0]) for each in told]
+        longest = max(lengths)
         buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(buffers, _bytes(text, longest), group=self.group)
-        return [json.loads(bytes(buffer[: int(n)].tolist())) for buffer, n in zip(buffers, lengths, strict=True)]
+        return [json.loads(bytes(buffer[:length].tolist())) for buffer, length in zip(buffers, lengths, strict=True)]
 
     def lowest(self, is_so: bool) -> int | None:
         """Return the lowest rank on which `is_so` is true; None if there is none. Collective."""
@@ -407,8 +416,13 @@ def form_group(
 
 def call_of(frame: FrameType) -> int:
     """Return a number of the line of the kit's that `frame` is in, the same on all ranks; 0 for a line of other code, which may differ."""
-    path = Path(frame.f_code.co_filename)
-    return zlib.crc32(f"{path.name}:{frame.f_lineno}".encode()) % 2**24 if KIT in path.parents else 0
+    return _number_of(frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _number_of(file: str, line: int) -> int:
+    path = Path(file)
+    return zlib.crc32(f"{path.name}:{line}".encode()) % 2**24 if KIT in path.parents else 0
 
 
 def _where() -> str:

@@ -1406,7 +1406,8 @@ def main(job):
             schedule.step(*([1.0] if os.environ["SCHEDULE"] == "plateau" else []))
         job.step()
 
-muster.Job("run", tensorboard=False, save_every=2, log_every=1).run(main)
+own = {"lr": float(os.environ["LR"])} if "OWN" in os.environ else {}
+muster.Job("run", tensorboard=False, save_every=2, log_every=1, own=own).run(main)
 """
 
 
@@ -1486,6 +1487,14 @@ def test_a_rate_built_otherwise_is_refused_and_at_another_world_size_noted(built
     [note] = built(0, EPOCHS="5", SCALED="1", ranks=3).events("note")
     assert "optimizer.lr=0.1, and this is optimizer.lr=0.3" in note["text"], note
     assert len(built(0, EPOCHS="6", ranks=3).events("note")) == 1, "as the run has begun"
+
+
+def test_a_rate_that_the_script_was_given_is_refused_at_another_world_size_too(built):
+    built(0, LR="0.1", OWN="1", ranks=None)
+    [said] = built(2, LR="0.2", OWN="1").said
+    assert "optimizer.lr=0.1, and this is optimizer.lr=0.2" in said and "set another one after track()" in said, said
+    [note] = built(0, LR="0.1", OWN="1", SCALED="1", EPOCHS="3").events("note")
+    assert "optimizer.lr=0.1, and this is optimizer.lr=0.2" in note["text"], "it follows from the number of ranks"
 
 
 def test_an_optimizer_that_was_trained_in_this_process_is_not_as_it_was_built(place):
