@@ -297,7 +297,7 @@ class LoopServices:
                 self.tell_once(f"untracked {name}", UNTRACKED.format(name=name))
                 self.trainee.refuse(f"{name} is not tracked")
             knows_all = all(isinstance(each, LRScheduler) for each in self.tracked.others.values())
-            is_certain = knows_all and self.start.saved is None and not self.world.again
+            is_certain = knows_all and self.begins
             if is_certain and self.tracked.untracked_schedules(optimizer):
                 gc.collect()  # one that was replaced may be in a cycle of references
             for each in self.tracked.untracked_schedules(optimizer):
@@ -489,6 +489,11 @@ class LoopServices:
         self.refuse_apart()
         self._refuse_rates()
         self.running.save(self.trainee.state, self.position())
+
+    @property
+    def begins(self) -> bool:
+        """True if no attempt before has made a step that this one goes on from."""
+        return self.start.saved is None and not self.world.again
 
     def refuse_apart(self) -> None:
         """Raise ConfigError if parameters or optimizers' states differ between ranks by more than rounding. Collective."""
