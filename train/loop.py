@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from muster.attempt.attempt import Attempt
+from muster.attempt.best import best_of, value_of
 from muster.attempt.lifecycle import Ending
 from muster.attempt.running_means import COUNTED, MEASURED, RunningMeans
-from muster.checkpoint.schemas import is_better
 from muster.checkpoint.trained import Trained
 from muster.code_location import described
 from muster.data.generators import kept_generators
@@ -25,7 +25,7 @@ from muster.sample_plan import Plan
 from muster.train.config.keys import Config, NonFinite, Precision
 from muster.train.data.batches import micro_batches
 from muster.train.evaluation import best_mode, measure
-from muster.train.objectives.measure import Measures, means_of_slices, value_of
+from muster.train.objectives.measure import Measures, means_of_slices
 from muster.train.progress import ENDED, EVALUATED, LOGGED, SAVED, Course, Progress
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.step.counts import Counts
@@ -323,19 +323,12 @@ def measure_test(run: Run, *, begin: Callable[[], bool], most: int | None = None
 
 
 def note_best(run: Run, values: dict[str, float]) -> None:
-    """Record this step in `progress.best` if its `checkpoint.best` metric is the best so far. Collective.
-
-    A best evaluation whose checkpoint could not be written does not count: its weights are gone.
-    """
+    """Record this step in `progress.best` if its `checkpoint.best` metric is the best so far. Collective."""
     if not (metric := run.config.checkpoint.best):
         return
-    checkpoints = run.running.checkpoints
-    if run.progress.best and checkpoints.has_failed(run.progress.best["step"]):
-        run.progress.best = checkpoints.best
     value, best = value_of(metric, values, key="checkpoint.best"), run.progress.best
     mode = best_mode(run.config, run.measures, best)
-    if not best or is_better(value, best["value"], mode=mode):
-        run.progress.best = {"metric": metric, "value": value, "step": run.step, "mode": mode}
+    run.progress.best = best_of(best, value, run.running.checkpoints, metric=metric, mode=mode, step=run.step)
 
 
 def is_best(run: Run) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from muster.attempt.best import change_of_search, known_best
 from muster.checkpoint.commit import Saved, Storage
-from muster.checkpoint.schemas import direction_before, is_better, read_best
 from muster.errors import ConfigError, DataError, MusterError, say
 from muster.lease.open_folder import RunOptions
 from muster.train.config.differences import differences, to_dict
@@ -44,39 +44,19 @@ def reached(config: Config, options: RunOptions, measures: Measures, world: Worl
         step=saved.step,
         evaluated=evaluated,
         counted=counted,
-        best=world.on_first(partial(known_best, config, options.output_dir, saved, own, mode=mode)),
+        best=world.on_first(partial(_best, config, options.output_dir, saved, own, mode=mode)),
         stopped=manifest.get("stopped") if ends_alike(config, manifest.get("config", {})) else None,
     )
 
 
-def known_best(config: Config, folder: Path, saved: Saved, own: Storage, *, mode: str) -> dict[str, Any] | None:
-    """Return the best evaluation up to `saved`. best.json is read, too: only it has one after the last save.
-
-    One whose checkpoint is not among the run's own does not count: `saved` may be another run's.
-    """
-    metric, best = config.checkpoint.best, saved.manifest.get("best")
-    if not metric:
+def _best(config: Config, folder: Path, saved: Saved, own: Storage, *, mode: str) -> dict[str, Any] | None:
+    """Return the best evaluation up to `saved`, if it is by the same metric in the same direction."""
+    if not (metric := config.checkpoint.best):
         return None
-    steps = own.steps()
-    if best and best["step"] not in steps:
-        say(
-            f"muster: the best evaluation so far, of step {best['step']}, has no checkpoint in this run: the search for the "
-            f"best starts again at step {saved.step}"
-        )
-        best = None
-    if best:
-        best = {**best, "mode": best.get("mode") or direction_before(best["metric"])}
-    if best and (best["metric"], best["mode"]) != (metric, mode):
-        was = f"{best['mode']} {best['metric']}"
-        say(
-            f"muster: checkpoint.best={metric} ({mode}) was {was}: the search for the best starts again at step {saved.step}"
-        )
-        best = None
-    noted = read_best(folder)
-    if noted and (noted.metric, noted.mode) == (metric, mode) and noted.step <= saved.step and noted.step in steps:
-        if not best or is_better(noted.value, best["value"], mode=mode):
-            best = {"metric": metric, "value": noted.value, "step": noted.step, "mode": mode}
-    return best
+    best = known_best(folder, saved, own)
+    if text := change_of_search(best, metric, mode, key="checkpoint.best", step=saved.step):
+        say(f"muster: {text}")
+    return None if text else best
 
 
 def ends_alike(config: Config, before: dict[str, Any]) -> bool:

@@ -162,7 +162,7 @@ class Source:
         if best := read_best(self.run):
             return best.step
         raise ConfigError(
-            f"{self.run} has no readable best.json, which checkpoint.best=accuracy writes, and a muster.Job does not: give a step as the checkpoint"
+            f'{self.run} has no readable best.json, which checkpoint.best=accuracy writes, and job.evaluate(..., best="accuracy") of a muster.Job: give a step as the checkpoint'
         )
 
 

@@ -19,7 +19,7 @@ from muster.checkpoint.manager import restore
 from muster.checkpoint.tensor_versions import Changes, place
 from muster.checkpoint.trained import EXTRA, SavedTensor, own_prefix
 from muster.data.stream import Stream
-from muster.errors import RankLost, StorageError
+from muster.errors import RankLost
 from muster.recovery.emergency_checkpoint import check_finite
 from muster.recovery.survival import Survival
 from muster.recovery.trainee import Trainee
@@ -150,12 +150,13 @@ class Training(Trainee):
     def changed(self) -> str:
         return self.changes.changed() if self._begun == self.run.step else ""
 
-    def is_whole(self, *, is_save_lost: bool) -> bool:
-        """Return False also if something of the step, such as a callback, has happened in part, or its best weights are lost."""
-        progress = self.run.progress
-        best = progress.best["step"] if progress.best and is_save_lost else 0
-        is_best_lost = (self.running.checkpoints.newest_step or 0) < best < progress.step
-        return progress.stage >= ENDED and not self.run.callbacks.are_cut_short and not is_best_lost
+    def is_whole(self) -> bool:
+        """Return False also if something of the step, such as a callback, has happened in part."""
+        return self.run.progress.stage >= ENDED and not self.run.callbacks.are_cut_short
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        return self.run.progress.best
 
     def mark(self) -> list[int]:
         return [self.run.step, self.run.progress.stage, self.run.progress.evaluated]
@@ -248,9 +249,7 @@ class Training(Trainee):
 
     def alone(self) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
         """Buffers are those of the end of the step, which the next has changed. A line that was due at this step has no loss."""
-        run, best = self.run, self.run.progress.best
-        if best and (self.running.checkpoints.newest_step or 0) < best["step"] < run.step:
-            raise StorageError(f"the best checkpoint, of step {best['step']}, was still being written")
+        run = self.run
         self._leave_evaluation()
         check_finite(self._replicas.optimizer_step.parameters, run.step)
         facts, buffers = self.journal.read(run.step - 1) or ({}, {})

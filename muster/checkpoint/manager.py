@@ -76,6 +76,9 @@ class Checkpoints:
         """
         self.wait()
         if self.world.sum([float(position["step"] != self.newest_step)]) == [0.0]:
+            if (best := position.get("best")) and best["step"] == position["step"]:  # evaluated after it was saved
+                self.best = best
+                self.world.on_first(partial(self.note_best, best))
             return
         self._saves += 1
         self._writing = int(position["step"])

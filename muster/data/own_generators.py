@@ -86,7 +86,7 @@ def _plain(state: Any) -> Any:
 
 
 def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
-    waiting, seen = deque(roots), {id(each) for each in _global()}
+    waiting, seen = deque(roots), set[int]()
     for _ in range(MOST):
         while waiting and (isinstance(waiting[0], PLAIN) or id(waiting[0]) in seen):
             waiting.popleft()
@@ -95,14 +95,18 @@ def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
         each = waiting.popleft()
         seen.add(id(each))
         if isinstance(each, KINDS):
-            if not isinstance(each, random.SystemRandom):
+            if not is_global(each):
                 yield each
         else:
             waiting.extend(islice(_within(each), MOST_OF_ONE))
 
 
+def is_global(generator: Any) -> bool:
+    """Return True for a generator that is seeded anyway, or cannot be."""
+    return isinstance(generator, random.SystemRandom) or any(each is generator for each in _global())
+
+
 def _global() -> tuple[Any, ...]:
-    """The global generators, which are seeded anyway."""
     hidden: Any = np.random.mtrand
     return random.getstate.__self__, hidden._rand, torch.default_generator  # type: ignore[attr-defined]
 

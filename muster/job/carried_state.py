@@ -1,7 +1,7 @@
-"""What a variable of a user's loop carries from one batch to the next and no checkpoint has: a hidden state, a best value, a count.
+"""What a user's loop carries from one batch to the next and no checkpoint has: a hidden state, a best value, a count, a generator.
 
-A name is carried if the loop's body may read it before it assigns it. Only the source and the values of such names are
-looked at, once: nothing is attached to the user's objects.
+A variable is carried if the loop's body may read it before it assigns it. Only the source and values are looked at: nothing is attached
+to the user's objects.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import sys
 import textwrap
 import tokenize
 from collections.abc import Collection, Iterator, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from muster.code_location import SourceLine, is_kit, is_own
+from muster.data.own_generators import KINDS, OwnGenerators, is_global
 
 Loop = ast.For | ast.While
 STATE, BEST, COUNT = "state", "best", "count"
+LOOKS = 100
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
@@ -31,19 +34,68 @@ def carried(frame: FrameType | None, tracked: Collection[int]) -> Iterator[tuple
     otherwise, as a best accuracy. It looks at the innermost loop of each calling function whose source is available.
     frame: the frame that asks for the next batch, or one that it has called. tracked: ids of tensors to ignore.
     """
-    is_in_own = False
-    while frame and not (
-        is_in_own and is_kit(frame.f_code.co_filename)
-    ):  # of Job.run: what is around it is no part of the job
-        is_in_own = is_in_own or is_own(frame.f_code.co_filename)
-        if is_own(frame.f_code.co_filename) and (found := _loop(frame)):
+    for each in _own_frames(frame):
+        if found := _loop(each):
             loop, line = found
             kinds = dict.fromkeys(_compared(loop), BEST) | dict.fromkeys(_counted(loop), COUNT)
-            for name, value in _values(frame, _names(loop)).items():
+            for name, value in _values(each, _names(loop)).items():
                 kind = STATE if _is_state(value, tracked) else kinds.get(name) if _is_number(value) else None
                 if kind:
-                    yield name, SourceLine(frame.f_code.co_filename, line), kind
+                    yield name, SourceLine(each.f_code.co_filename, line), kind
+
+
+class OwnDraws:
+    """Random number generators of the script's own around a loop, to see from which of them its body draws, in the first `LOOKS` steps.
+
+    They are those that variables of the calling functions and of their modules name, and the attributes of what these hold.
+    """
+
+    def __init__(self) -> None:
+        self._looks, self._before = LOOKS, list[tuple[str, OwnGenerators, list[Any]]]()
+
+    def begin(self, frame: FrameType | None) -> None:
+        """Look at them once the batch is there: what gives batches seeds those from which it draws. frame: of a call from the loop."""
+        self._looks -= 1
+        self._before = []
+        if self._looks >= 0:
+            found = {id(each): (name, each) for own in _own_frames(frame) for name, each in _generators(own)}
+            own = [(f"{name}, a {type(each).__name__}", OwnGenerators(each)) for name, each in found.values()]
+            self._before = [(name, each, each.states()) for name, each in own]
+
+    def drawn(self, frame: FrameType | None) -> str:
+        """Return the first one that has drawn since `begin`, and its kind; empty if none has, or the loop seeds it itself."""
+        drawn = [name for name, each, before in self._before if each.have_drawn(before)]
+        if not drawn:
+            return ""
+        seeded = {name for each in _own_frames(frame) if (found := _loop(each)) for name in _seeded(found[0])}
+        return next((each for each in drawn if each.partition(",")[0] not in seeded), "")
+
+
+def _own_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames of the script's own functions that have called `frame`; what is around `Job.run` is no part of the job."""
+    is_in_own = False
+    while frame and not (is_in_own and is_kit(frame.f_code.co_filename)):
+        if is_own(frame.f_code.co_filename):
+            is_in_own = True
+            yield frame
         frame = frame.f_back
+
+
+def _generators(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    code = frame.f_code
+    names = [*code.co_varnames, *code.co_cellvars, *code.co_freevars]
+    for name, value in {**frame.f_globals, **_values(frame, names)}.items():
+        is_library = isinstance(value, ModuleType) and not is_own(getattr(value, "__file__", None) or "<frozen")
+        inner = {} if is_library else getattr(value, "__dict__", {})
+        named = {name: value, **{f"{name}.{each}": there for each, there in [*inner.items()]}}
+        yield from ((full, each) for full, each in named.items() if isinstance(each, KINDS) and not is_global(each))
+
+
+def _seeded(loop: Loop) -> Iterator[str]:
+    for part in _parts(loop):
+        function = part.func if isinstance(part, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr in ("seed", "manual_seed"):
+            yield ast.unparse(function.value)
 
 
 def _loop(frame: FrameType) -> tuple[Loop, int] | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from muster.attempt.lifecycle import State
 from muster.attempt.running_means import number
+from muster.checkpoint.schemas import Best
 from muster.code_location import described
 from muster.data.fetch import unsplit
 from muster.data.generators import key_of, seed_generators
@@ -290,6 +291,8 @@ class Job(JobOptions):
         batch_size: int = 256,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        best: str | None = None,
+        best_mode: str = "auto",
     ) -> dict[str, float]:
         """Return and log the means of `measure` over `dataset`, each sample exactly once at any world size.
 
@@ -303,6 +306,11 @@ class Job(JobOptions):
             batch_size: samples per batch over all ranks.
             num_workers: as for `batches`.
             collate_fn: as for `batches`.
+            best: name of one of the means: also keep the checkpoint of the step with its best value, which `Job.best` and best.json name.
+            best_mode: `min` if less of it is better, `max` if more is; `auto`: as its name says (`loss`, `mae`, `accuracy`).
+
+        Raises:
+            ConfigError: `best` is not measured, or its name does not say which value is the best.
         """
         services = self._between_steps("evaluate()")
         services.tracked.accumulation.refuse("evaluate()")
@@ -325,6 +333,8 @@ class Job(JobOptions):
         if values is None:
             services.stop()
         services.peers.heartbeat.enter("step", self.steps_done)
+        if best is not None:
+            services.choose(values, metric=best, mode=best_mode, samples=len(dataset))
         return values
 
     def sum(self, value: float | Tensor) -> float:
@@ -374,6 +384,12 @@ class Job(JobOptions):
     def steps_done(self) -> int:
         """Optimizer steps done, over all attempts."""
         return self._tracked("steps_done").reached.step
+
+    @property
+    def best(self) -> Best | None:
+        """The best evaluation over all attempts, by `evaluate(best=...)`: its `metric`, `value` and `step`; None before the first."""
+        found = self._tracked("best").best
+        return Best(**found) if found else None
 
     @property
     def epoch(self) -> int:

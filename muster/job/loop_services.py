@@ -20,11 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from muster import outcome
 from muster.attempt.attempt import Attempt, open_checkpoints
+from muster.attempt.best import best_of, change_of_search, known_best, value_of
 from muster.attempt.intervals import Every, Intervals
 from muster.attempt.lifecycle import Ending
 from muster.attempt.records import open_records, report
 from muster.attempt.running_means import RunningMeans
 from muster.checkpoint.commit import Saved
+from muster.checkpoint.schemas import direction
 from muster.checkpoint.tensor_versions import Changes
 from muster.checkpoint.trained import own_prefix, plain
 from muster.checkpoint.weights import write_weights
@@ -35,7 +37,7 @@ from muster.files import replace_file
 from muster.job import built_options
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, moved_on, read_now, with_length
 from muster.job.bootstrap import Bootstrap, end_alike
-from muster.job.carried_state import BEST, COUNT, STATE, carried
+from muster.job.carried_state import BEST, COUNT, STATE, OwnDraws, carried
 from muster.job.options import JobOptions, as_yaml, loggers_of, own_before, own_of, run_options_of
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
 from muster.job.tracked_state import Tracked
@@ -73,8 +75,12 @@ CARRIED = "{name} {verb} from batch to batch in a variable of the loop ({line}),
 REMEDIES = {
     STATE: ", and other weights may follow; keep it in a buffer of a tracked module, if training reads it",
     COUNT: "; give it to job.step(name=value) or job.log, whose means go on, or follow it from job.steps_done",
-    BEST: "; take a best value from the records (docs/your-own-loop.md: the best weights), or follow it from job.steps_done",
+    BEST: "; let job.evaluate(..., best=name) choose, and read job.best, or follow it from job.steps_done",
 }
+OWN_GENERATOR = (
+    "the loop draws from {name}, which no checkpoint has: a resume, or the death of a rank, begins it anew, unless your code seeds it from "
+    "job.steps_done; draw from the global generators of Python, NumPy or torch, which are saved"
+)
 OWN_LOADER = (
     "the loop reads a DataLoader by itself: after a resume, or the death of a rank, it begins with the loader's first batch again, unless your code goes "
     "on from job.steps_done{more}; give the loader to job.batches(), which goes on with the next batch"
@@ -86,6 +92,7 @@ BUFFERS = (
 )
 LOOKS = 100
 EVALUATED = 8
+BEST_KEY, MODES = "evaluate(): best", ("auto", "min", "max")
 BODY_S = 10.0
 """How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
 GONE_S = 2.0
@@ -154,12 +161,16 @@ class LoopServices:
         self._is_other_length = False
         """True on rank 0 if a checkpoint of another number of ranks has a schedule for another number of steps."""
         self._has_seen_batch = False
+        self.best: dict[str, Any] | None = None
+        """The best evaluation so far (attempt/best.py)."""
+        self._search: tuple[str, str, int] | None = None
+        """The metric and the direction by which this attempt has chosen it, and the number of samples."""
         self._evaluated: list[Callable[[], Any]] = []
         """The data sets of the first evaluations, held weakly."""
         self._stepped = set[int]()
         """The optimizers that have made a step, tracked or not."""
         self._latest = 0.0
-        self._has_looked = False
+        self._has_looked, self._own_draws = False, OwnDraws()
         self._looks = 0 if tracked.optimizers or tracked.others else LOOKS
         """The steps after which a loop without an optimizer is still asked whether it trains."""
         self._at_first = Changes(tracked.named.items() if self._looks else ())
@@ -325,7 +336,7 @@ class LoopServices:
             "drawn": self.world.broadcast(self.bootstrap.kept.drawn),
         }
         options, keep = run_options_of(self.options), self.options.keep
-        return Attempt(
+        running = Attempt(
             peers=self.peers,
             progress=self.reached,
             total_steps=self.total_steps,
@@ -343,6 +354,8 @@ class LoopServices:
             means=self.means,
             intervals=self.intervals,
         )
+        running.checkpoints.best = self.best
+        return running
 
     def note(self, values: Mapping[str, Any], *, weight: float) -> None:
         """Add means over `weight` samples of this rank to those of the next record."""
@@ -374,6 +387,8 @@ class LoopServices:
         if not self._has_looked:
             self._has_looked = True
             self._look_once()
+        if drawn := self._own_draws.drawn(sys._getframe()):
+            self.tell_once("own generator", OWN_GENERATOR.format(name=drawn))
         self.tracked.accumulation.end_step()
         self.trainee.end_step()
         self.is_within = False
@@ -408,6 +423,7 @@ class LoopServices:
         self.bootstrap.kept.has_worked = True
         if not self.running.begin("step"):
             self.stop()
+        self._own_draws.begin(sys._getframe())
 
     def log(self) -> None:
         """Write a `train` record of the steps since the last one. Waits for the device. Collective."""
@@ -504,7 +520,7 @@ class LoopServices:
     def position(self) -> dict[str, Any]:
         """Return the progress for a checkpoint's manifest."""
         left = {"left": True} if self.has_left and not (self.is_told_to_stop or self.is_over) else {}
-        return {"epoch": self.epoch, "samples": self.reached.samples, **left}
+        return {"epoch": self.epoch, "samples": self.reached.samples, "best": self.best, **left}
 
     def goes_on(self, phase: str) -> bool:
         """Enter a phase of the body; return False if the ranks agreed to stop and must not finish it. Collective.
@@ -651,6 +667,40 @@ class LoopServices:
             self.is_evaluating = False
             if are_own:  # else a body has put in others, and puts its own back
                 self.trainee.note_buffers()
+
+    def best_before(self, saved: Saved) -> dict[str, Any] | None:
+        """Return the best evaluation of the attempts up to the checkpoint `saved`. Collective."""
+        own = run_options_of(self.options).checkpoints
+        found: dict[str, Any] | None = self.world.on_first(partial(known_best, self.folder.path, saved, own))
+        return found
+
+    def choose(self, values: Mapping[str, float], *, metric: str, mode: str, samples: int) -> None:
+        """Save this step if an evaluation of `samples` samples is the best so far. Collective.
+
+        One before the first step does not count, nor one of an attempt that has not asked for the batches that are left.
+        """
+        value = value_of(metric, values, key=BEST_KEY)
+        if mode not in MODES:
+            raise ConfigError(f"evaluate(best_mode={mode!r}): give {', '.join(MODES[:-1])} or {MODES[-1]}")
+        if not (mode := direction(metric) if mode == "auto" else mode):
+            raise ConfigError(
+                f"{BEST_KEY}={metric}: its name does not say whether less or more of it is better: write best_mode='min', or 'max'"
+            )
+        search = self._search = self._search or (metric, mode, samples)
+        if search != (metric, mode, samples):
+            raise ConfigError(
+                f"{BEST_KEY}={metric} ({mode}) over {samples} samples: this run chooses by {search[0]} ({search[1]}) over {search[2]}; give best= "
+                "to one evaluation, and names of their own to the values of others"
+            )
+        step = self.reached.step
+        if not step or self.is_untrained:
+            return
+        if text := change_of_search(self.best, metric, mode, key=BEST_KEY, step=step):
+            self.running.records.event("note", text=text)
+            self.best = None
+        self.best = best_of(self.best, value, self.running.checkpoints, metric=metric, mode=mode, step=step)
+        if self.best["step"] == step:
+            self.ask_to_save()
 
     def see_batch(self, batch: Any) -> None:
         """Record a note if the first batch of the loop's own loader is the same on all ranks. Collective."""

@@ -74,11 +74,13 @@ class Loop(Protocol):
     is_evaluating: bool
     owes_save: bool
     unfinished: list[int]
+    best: dict[str, Any] | None
 
     def is_time_to_log(self) -> bool: ...
     def position(self) -> dict[str, Any]: ...
     def refuse_unequal(self) -> None: ...
     def refuse_others(self, saved: Saved) -> None: ...
+    def best_before(self, saved: Saved) -> dict[str, Any] | None: ...
     @property
     def begins(self) -> bool: ...
     def refuse_apart(self) -> None: ...
@@ -141,6 +143,7 @@ class JobTrainee(Trainee):
     def resume(self, saved: Saved) -> None:
         self._kept.told = set()
         self._services.refuse_others(saved)
+        self._services.best = self._services.best_before(saved)
         restore(saved, self)
         self._services.means.logged |= saved.manifest.get("noted", {})  # of a checkpoint until 2026-11-29
 
@@ -260,10 +263,14 @@ class JobTrainee(Trainee):
             return ""
         return self.changes.changed() or ("a parameter" if self._point != _point(self._tracked.parameters()) else "")
 
-    def is_whole(self, *, is_save_lost: bool) -> bool:
+    def is_whole(self) -> bool:
         accumulation = self._tracked.accumulation
         has_gradients = any(map(accumulation.needs, self._with_gradients))
         return not (self._services.is_within or accumulation.is_within() or has_gradients)
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        return self._services.best
 
     def mark(self) -> list[int]:
         return [self._services.reached.step]
@@ -286,6 +293,7 @@ class JobTrainee(Trainee):
             "logged_in_step": services.means.logged_since(
                 noted[1][0]["means"] if noted[1] and not services.is_time_to_log() else {}
             ),
+            "best": services.best,
             "built": services.built,
             "unfinished": services.unfinished,
             "left_to_compare": self._left_to_compare,
@@ -302,7 +310,7 @@ class JobTrainee(Trainee):
         self._habits.update(facts["habits"])
         self._kept.told = set(facts["said"])
         services.built = self._kept.built = facts["built"]
-        services.unfinished = facts["unfinished"]
+        services.unfinished, services.best = facts["unfinished"], facts["best"]
         self._left_to_compare = facts["left_to_compare"]
         noted = self._own(reached.step, is_logged=facts["is_logged"])
         self._check(reached.step, noted, facts["points"])

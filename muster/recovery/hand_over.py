@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.checkpoint.trained import SavedTensor
-from muster.errors import RankLost
+from muster.errors import RankLost, StorageError
 from muster.faults.heartbeat import EMERGENCY
 from muster.lease.open_folder import RunFolder
 from muster.loggers.jsonl import NAME, tail
@@ -121,7 +121,7 @@ class HandOver:
         self._closing = running.step, running.clock.rest()
         self.owes_save = running.checkpoints.give_up() or trainee.owes_save
         self.why_lost = _changed(trainee)
-        if not self.why_lost and trainee.is_whole(is_save_lost=self.owes_save):
+        if not self.why_lost and trainee.is_whole() and not (self.owes_save and trainee.unsaved_best):
             self.state, self.mark = trainee.replica(), trainee.mark()
             known = {
                 "recent": [*running.records.recent][-RECENT:],
@@ -141,7 +141,7 @@ class HandOver:
             return
         running = trainee.running
         running.enter(EMERGENCY)
-        is_whole = trainee.is_followed and not _changed(trainee) and trainee.is_whole(is_save_lost=False)
+        is_whole = trainee.is_followed and not _changed(trainee) and trainee.is_whole()
         can = is_whole and trainee.has_common_buffers() and self._folder.may_commit()
         save_emergency(
             running.world, self._folder, step=running.step, save=partial(_save_alone, trainee) if can else None
@@ -277,6 +277,8 @@ def _changed(trainee: Trainee) -> str:
 
 def _save_alone(trainee: Trainee) -> None:
     running = trainee.running
+    if trainee.unsaved_best:
+        raise StorageError(f"the best checkpoint, of step {trainee.unsaved_best}, was still being written")
     state, position, lines = trainee.alone()
     beside = {"step": running.step, "recent": [*last_lines(running), *lines]}
     running.checkpoints.save_alone(state=state, position={**position, **beside})

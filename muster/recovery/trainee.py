@@ -114,8 +114,19 @@ class Trainee(Trained):
         """Return what the step that is not done has changed; empty if nothing, or if no step has begun."""
 
     @abstractmethod
-    def is_whole(self, *, is_save_lost: bool) -> bool:
-        """Return True if the state is that of the end of a step. is_save_lost: no rank can write the newest checkpoint."""
+    def is_whole(self) -> bool:
+        """Return True if the state is that of the end of a step."""
+
+    @property
+    @abstractmethod
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation so far, whose checkpoint is kept (attempt/best.py)."""
+
+    @property
+    def unsaved_best(self) -> int:
+        """The step of the best evaluation if its checkpoint, of an earlier step, was still being written; else 0."""
+        step: int = self.best["step"] if self.best else 0
+        return step if (self.running.checkpoints.newest_step or 0) < step < self.running.step else 0
 
     @abstractmethod
     def mark(self) -> list[int]:

@@ -397,7 +397,7 @@ def test_what_a_port_leaves_out_is_told_or_done_as_meant(place):
         "ends_epoch is true before step(), too"
     )
     best = [line["text"] for line in done.events("note") if line["text"].startswith("best goes from batch to batch")]
-    assert best and "take a best value from the records" in best[0] and "seen" not in "".join(best)
+    assert best and "job.evaluate(..., best=name)" in best[0] and "seen" not in "".join(best)
     [counted] = {line["text"] for line in done.events("note") if line["text"].startswith("seen, total go from batch")}
     assert "job.step(name=value)" in counted and "spent" not in counted
 
@@ -1526,6 +1526,8 @@ for steps in (4, 8):
         ),
         ("iterated", ["hidden goes from batch to batch in a variable of the loop (carried.py:50)"]),
         ("reset", []),
+        ("draws", ["the loop draws from OWN, a Generator, which no checkpoint has"]),
+        ("seeds", []),
     ],
 )
 def test_what_a_loop_keeps_in_variables_is_noted(place, how, says):

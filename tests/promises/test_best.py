@@ -2,13 +2,19 @@
 
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from kit import warm
+from kit.job import ROOT, environment, finish, run
 from kit.job import evaluated as measured_again
-from kit.job import run
+from kit.loops.chooses import TEST
+from torch import nn
+from torch.nn.functional import cross_entropy
 
+import muster
 from muster.checkpoint.schemas import direction, is_better
 from muster.errors import ConfigError
 from muster.report.history import History, ranked
@@ -352,3 +358,63 @@ def test_a_run_that_failed_has_no_word_in_what_a_sweep_is_compared_by(tmp_path):
             best = {"metric": "accuracy", "value": accuracy, "step": 1, "mode": "max"}
             (folder / "best.json").write_text(json.dumps(best))
     assert best_in(tmp_path)[0].folder.name == "a"
+
+
+def chosen(folder, **env):
+    """Return a run of kit/loops/chooses.py on one rank."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "tests/kit/loops/chooses.py", folder)
+    line = [sys.executable, "-m", "chooses", "run"]
+    return finish(warm.Popen(line, env=environment(**env), cwd=folder), folder / "run")
+
+
+def is_of_its_lowest_loss(done):
+    """Whether best.json names the evaluation with the lowest loss, whose checkpoint is there beside the newest one."""
+    best, losses = json.loads((done.folder / "best.json").read_text()), done.lines("eval")
+    lowest = min(losses, key=lambda line: line["loss"])
+    there = {int(each.name[5:]) for each in (done.folder / "checkpoints").glob("step-*")}
+    return (best["step"], best["value"]) == (lowest["step"], lowest["loss"]) and there == {
+        best["step"],
+        done.outcome["step"],
+    }
+
+
+def test_a_loop_keeps_its_best_evaluation_over_attempts_and_stops_early(tmp_path):
+    whole = chosen(tmp_path / "whole")
+    last = whole.outcome["step"]
+    assert whole.code == 0 and last < 48 and is_of_its_lowest_loss(whole), whole.out
+    found = json.loads((whole.folder / "best.json").read_text())
+    best = found["step"]
+    assert best == last - 16 and f"best: step {best} of {last}" in whole.out
+    net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+    inputs, targets = TEST.tensors
+    loss = cross_entropy(muster.load(whole.folder, into=net, checkpoint="best")(inputs), targets)
+    assert loss.item() == pytest.approx(found["value"], abs=1e-6)
+
+    folder = tmp_path / "stopped"
+    assert chosen(folder, STOP_AT=str(last - 8)).code == 75
+    alone = chosen(folder, FORM="alone")
+    assert alone.code == 0 and json.loads((folder / "run/best.json").read_text())["step"] == best
+    assert chosen(folder).sha256 == whole.sha256 and is_of_its_lowest_loss(chosen(folder))
+
+
+def test_an_evaluation_after_the_checkpoint_of_its_step_is_the_best_one_after_a_stop_too(tmp_path):
+    whole = chosen(tmp_path / "whole", FORM="own", SAVE_EVERY="4")
+    assert is_of_its_lowest_loss(whole), whole.out
+    best = json.loads((whole.folder / "best.json").read_text())["step"]
+    assert chosen(tmp_path / "stopped", FORM="own", SAVE_EVERY="4", STOP_AT=str(best)).code == 75
+    again = chosen(tmp_path / "stopped", FORM="own", SAVE_EVERY="4")
+    assert again.sha256 == whole.sha256 and f"best: step {best} of {whole.outcome['step']}" in again.out, again.out
+    assert is_of_its_lowest_loss(again)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ("other", "best=accuracy (max) over 96 samples: this run chooses by loss (min) over 64"),
+        ("score", "best=score: its name does not say whether less or more of it is better"),
+    ],
+)
+def test_a_choice_that_is_not_clear_is_refused(tmp_path, form, said):
+    done = chosen(tmp_path / "job", FORM=form)
+    assert done.outcome["exit_code"] == 2 and said in done.outcome["error"], done.out

@@ -73,6 +73,18 @@ def test_a_rank_that_dies_after_an_evaluation_keeps_its_own_statistics(tmp_path)
     assert len(told[0]) == 2 and told[0] == told[1]
 
 
+def test_the_best_evaluation_and_the_early_stop_are_the_same_whatever_was_killed(tmp_path):
+    """A death right after an evaluation, in the steps after it, and of both ranks at the last one, which goes back to a checkpoint."""
+    kills = "evaluated@12:0,evaluated@16:1,stepped@19:1,stepped@21:0,evaluated@24:0,evaluated@24:1"
+    whole, killed = (
+        trained(tmp_path / name, 2, kill, script="chooses") for name, kill in (("whole", ""), ("killed", kills))
+    )
+    best = [(each.folder / "best.json").read_text() for each in (whole, killed)]
+    assert best[0] == best[1] and killed.sha256 == whole.sha256, killed.out
+    assert killed.lines("eval") == whole.lines("eval") and killed.events("survived")
+    assert killed.outcome["step"] == whole.outcome["step"] < 48
+
+
 @pytest.mark.nightly
 def test_a_loop_that_goes_on_after_torch_s_error_in_a_block_is_no_mistake_of_the_config(tmp_path):
     """Nobody is restarted in place there: the ranks restart, as after any death."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from muster.attempt.best import value_of
 from muster.checkpoint.schemas import direction_before, is_better
 from muster.train.callbacks.base import Callback
 from muster.train.config.constraints import Ge
-from muster.train.objectives.measure import value_of
 
 if TYPE_CHECKING:
     from muster.train.loop import Run

@@ -309,13 +309,6 @@ def _misfit(name: str, metric: Any, outputs: Any, targets: Any, error: Exception
     )
 
 
-def value_of(metric: str, values: Mapping[str, float], *, key: str) -> float:
-    """Return the value of `metric` in an evaluation. Raises ConfigError, which names `key`, if it is not measured."""
-    if metric not in values:
-        raise ConfigError(f"{key}={metric} is not measured: an evaluation measures {', '.join(values)}")
-    return values[metric]
-
-
 def fill_lists(metrics: Mapping[str, Any], world: World) -> None:
     """Give ranks without samples empty tensors like those of other ranks, for metrics with lists, as torchmetrics' curves. Collective.
 

@@ -1,7 +1,7 @@
 """A recurrent model whose hidden state goes from batch to batch: `python carried.py FOLDER HOW` keeps it as HOW says.
 
 buffer: in a buffer of each rank. rule: in a variable, which has the rate, too. iterated: in a variable of a loop with batches of its own.
-reset: each batch begins anew. With DRAWS=N it has drawn numbers before the job, of the seed N.
+reset: each batch begins anew. draws: so it does, with noise of a generator of its own; seeds: which it seeds. With DRAWS=N it has drawn numbers before the job, of the seed N.
 """
 
 import os
@@ -49,7 +49,11 @@ def main(job, how):
     job.track(model=model, **({} if how == "rule" else {"optimizer": optimizer}))
     for x in DATA.split(12) if how == "iterated" else job.batches(DATA, batch_size=12, epochs=1, shuffle=False):
         optimizer.zero_grad()
-        if how == "reset":
+        if how == "seeds":
+            SEEDED.manual_seed(job.steps_done)
+        if how in ("draws", "seeds"):
+            x = x + torch.rand((), generator=OWN if how == "draws" else SEEDED)
+        if how in ("reset", "draws", "seeds"):
             y, _ = model(x, None)
         else:
             y, hidden = model(x, hidden)
@@ -65,6 +69,8 @@ def main(job, how):
             optimizer.step()
         job.step(loss=loss)
 
+
+OWN, SEEDED = torch.Generator().manual_seed(0), torch.Generator()
 
 if __name__ == "__main__":
     muster.Job(sys.argv[1], save_every=3, tensorboard=False).run(main, sys.argv[2])

@@ -1,0 +1,61 @@
+"""The best evaluation of a run, whose checkpoint is kept: `checkpoint.best` of the trainer, `best` of a job's `evaluate`.
+
+It is {metric, value, step, mode}, as in best.json and in a checkpoint's manifest (checkpoint/schemas.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from muster.checkpoint.commit import Saved, Storage
+from muster.checkpoint.manager import Checkpoints
+from muster.checkpoint.schemas import direction_before, is_better, read_best
+from muster.errors import ConfigError, say
+
+
+def value_of(metric: str, values: Mapping[str, float], *, key: str) -> float:
+    """Return the value of `metric` in an evaluation. Raises ConfigError, which names `key`, if it is not measured."""
+    if metric not in values:
+        raise ConfigError(f"{key}={metric} is not measured: an evaluation measures {', '.join(values)}")
+    return values[metric]
+
+
+def best_of(
+    before: dict[str, Any] | None, value: float, checkpoints: Checkpoints, *, metric: str, mode: str, step: int
+) -> dict[str, Any]:
+    """Return the best evaluation so far, which is that of `step` if its `value` is better than `before`. Collective.
+
+    One whose checkpoint could not be written does not count: its weights are gone.
+    """
+    if before and checkpoints.has_failed(before["step"]):
+        before = checkpoints.best
+    if before and not is_better(value, before["value"], mode=mode):
+        return before
+    return {"metric": metric, "value": value, "step": step, "mode": mode}
+
+
+def known_best(folder: Path, saved: Saved, own: Storage) -> dict[str, Any] | None:
+    """Return the best evaluation up to `saved`. best.json is read, too: only it has one after the last save.
+
+    own: the run's storage. One whose checkpoint is not there does not count: `saved` may be another run's.
+    """
+    best, noted, steps = saved.manifest.get("best"), read_best(folder), own.steps()
+    if noted and noted.step <= saved.step and noted.step in steps and (not best or noted.step >= best["step"]):
+        return noted.model_dump(exclude={"path"})
+    if best and best["step"] not in steps:
+        say(
+            f"muster: the best evaluation so far, of step {best['step']}, has no checkpoint in this run: the search for the "
+            f"best starts again at step {saved.step}"
+        )
+        return None
+    return best and {**best, "mode": best.get("mode") or direction_before(best["metric"])}
+
+
+def change_of_search(best: dict[str, Any] | None, metric: str, mode: str, *, key: str, step: int) -> str:
+    """Return the line that says that `best` is of another metric or mode, so that the search begins anew; empty if it is not."""
+    if best is None or (best["metric"], best["mode"]) == (metric, mode):
+        return ""
+    was = f"{best['mode']} {best['metric']}"
+    return f"{key}={metric} ({mode}) was {was}: the search for the best starts again at step {step}"
