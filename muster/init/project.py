@@ -27,6 +27,7 @@ ARG KIT={kit}
 FROM ${{KIT}}
 # Your own packages, before the code, so that an edit of it does not install them again{packages}
 COPY --chown=1000:1000 . /job
+ENV PYTHONPATH=/opt/muster:/job
 """
 PACKAGES = (
     "COPY requirements.txt /opt/",
@@ -36,6 +37,7 @@ PACKAGES = (
 )
 IGNORES = {
     ".gitignore": """\
+docker/*.whl
 .env
 .venv/
 __pycache__/

@@ -175,7 +175,8 @@ class LoaderSource:
         """Return the call that gives each of the `ranks` its share of these batches."""
         batches = self.loader.batch_sampler
         weights, ordered = ", weights=sampler.weights", ", shuffle=False"
-        more = {WeightedRandomSampler: weights, SequentialSampler: ordered}.get(type(batches.sampler), "")
+        again = ", weights=[1.0] * len(dataset)" if getattr(batches.sampler, "replacement", False) else ""
+        more = {WeightedRandomSampler: weights, SequentialSampler: ordered}.get(type(batches.sampler), again)
         return f"job.batches(dataset, batch_size={batches.batch_size * ranks}{more}, ...)"
 
     def samples_before(self, step: int) -> int:

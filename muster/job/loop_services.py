@@ -77,6 +77,7 @@ REMEDIES = {
     COUNT: "; give it to job.step(name=value) or job.log, whose means go on, or follow it from job.steps_done",
     BEST: "; let job.evaluate(..., best=name) choose, and read job.best, or follow it from job.steps_done",
 }
+BEYOND = "the run is at step {step}, and batches() ends with step {steps}: nothing is trained, and model.pt has the weights of step {step}"
 OWN_GENERATOR = (
     "the loop draws from {name}, which no checkpoint has: a resume, or the death of a rank, begins it anew, unless your code seeds it from "
     "job.steps_done; draw from the global generators of Python, NumPy or torch, which are saved"
@@ -264,6 +265,8 @@ class LoopServices:
     def _notes(self, fingerprint: str) -> Iterator[str]:
         if text := note_of(fingerprint):
             yield text
+        if self.batch_source and self.reached.step > self.total_steps:
+            yield BEYOND.format(step=self.reached.step, steps=self.total_steps)
         for name, state in hooks_with_state(self.tracked.modules.values()) if self.world.size > 1 else ():
             if not self.tracked.holds(state):
                 yield HOOK.format(name=name)

@@ -290,7 +290,7 @@ def test_a_dataloader_of_ones_own_resumes_in_the_middle_of_an_epoch(place, ranks
 ALIKE = """
 import os, torch, muster
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, WeightedRandomSampler, random_split
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Subset, TensorDataset, WeightedRandomSampler, random_split
 
 class Stream(IterableDataset):
     def __len__(self):
@@ -306,6 +306,7 @@ def main(job):
     weighted = BatchSampler(WeightedRandomSampler([1.0] * 40, 40), 5, False)
     loader = {
         "weighted": lambda: DataLoader(data, batch_sampler=weighted),
+        "again": lambda: DataLoader(data, 5, sampler=RandomSampler(data, replacement=True)),
         "of-each-rank": lambda: DataLoader(TensorDataset(data.tensors[0] + job.rank), 5, shuffle=True),
         "stream": lambda: DataLoader(Stream(), 5),
         "subset": lambda: DataLoader(random_split(data, [30, 10], torch.Generator().manual_seed(0))[0], 5, shuffle=True),
@@ -328,6 +329,7 @@ def test_a_loader_that_gives_all_ranks_the_same_samples_is_refused_or_noted(plac
     [said] = alike("weighted").said
     assert "WeightedRandomSampler does not divide the samples" in said
     assert "write job.batches(dataset, batch_size=10, weights=sampler.weights, ...)" in said
+    assert "batch_size=10, weights=[1.0] * len(dataset), ...)" in alike("again").said[0]
     [said] = alike("subset").said
     assert "RandomSampler does not divide the samples" in said
     assert not alike("of-each-rank").events("note") and not alike("parts").events("note")
@@ -489,6 +491,7 @@ def test_weighted_samples_are_the_same_at_any_world_size_and_after_a_resume(plac
     assert before | drawn(cut, 8)[0] == all_steps
     _, out = drawn(cut, 9, code=2, MODULUS="3")
     assert "with weights=" in out and "give batches() the weights of before" in out
+    assert "the run is at step 8, and batches() ends with step 3: nothing is trained" in drawn(cut, 3)[1]
 
 
 MOVES_ON = """
