@@ -100,7 +100,10 @@ def test_files_that_are_there_are_left_and_their_difference_is_shown(place):
     checked = init(place, "slurm", "--check")
     assert checked.returncode == 0 and not checked.stdout, checked.stdout
     (place / ".gitignore").write_text("runs\n.venv/\n# wandb\n")
-    assert "left as is .gitignore, which has no .env, __pycache__, data, docker/*.whl, mlruns, wandb\n" in init(place, "slurm").stdout
+    assert (
+        "left as is .gitignore, which has no .env, __pycache__, data, docker/*.whl, mlruns, wandb\n"
+        in init(place, "slurm").stdout
+    )
     (place / "mine.py").write_text("# all my own\n")
     for again in (init(place, "slurm"), init(place, "slurm", "--check")):
         assert again.returncode == 0 and "mine.py" not in again.stdout, "the example is its user's"

@@ -392,18 +392,22 @@ def test_a_loop_keeps_its_best_evaluation_over_attempts_and_stops_early(tmp_path
     assert loss.item() == pytest.approx(found["value"], abs=1e-6)
 
     folder = tmp_path / "stopped"
-    assert chosen(folder, STOP_AT=str(last - 8)).code == 75
+    assert chosen(folder, STOP_AT="6").code == 75
     alone = chosen(folder, FORM="alone")
-    assert alone.code == 0 and json.loads((folder / "run/best.json").read_text())["step"] == best
+    losses = [line["loss"] for line in alone.lines("eval")]
+    assert alone.code == 0 and losses[1] < losses[0], "a lower loss than at step 4, between two evaluations of the run"
+    assert json.loads((folder / "run/best.json").read_text())["step"] == 4
+    assert chosen(folder, STOP_AT=str(last - 8)).code == 75
     assert chosen(folder).sha256 == whole.sha256 and is_of_its_lowest_loss(chosen(folder))
 
 
-def test_an_evaluation_after_the_checkpoint_of_its_step_is_the_best_one_after_a_stop_too(tmp_path):
+def test_an_evaluation_after_the_checkpoint_of_its_step_is_the_best_one_after_a_death_too(tmp_path):
     whole = chosen(tmp_path / "whole", FORM="own", SAVE_EVERY="4")
     assert is_of_its_lowest_loss(whole), whole.out
     best = json.loads((whole.folder / "best.json").read_text())["step"]
-    assert chosen(tmp_path / "stopped", FORM="own", SAVE_EVERY="4", STOP_AT=str(best)).code == 75
-    again = chosen(tmp_path / "stopped", FORM="own", SAVE_EVERY="4")
+    assert chosen(tmp_path / "killed", FORM="own", SAVE_EVERY="4", FAULTS=f"evaluated@{best}:0").code == -9
+    again = chosen(tmp_path / "killed", FORM="own", SAVE_EVERY="4")
+    assert again.events("resume")[-1]["step"] == best, again.out
     assert again.sha256 == whole.sha256 and f"best: step {best} of {whole.outcome['step']}" in again.out, again.out
     assert is_of_its_lowest_loss(again)
 

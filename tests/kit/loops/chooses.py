@@ -1,12 +1,13 @@
 """A loop that keeps its best evaluation and stops early: `python chooses.py FOLDER`; FAULTS kills ranks (kit/faults.py).
 
 FORM: own: the loop iterates by itself, and evaluates after the checkpoint of the step; other: a second metric chooses, too; score: a name
-that says no direction; alone: it only evaluates. STOP_AT: a step after whose evaluation SIGTERM comes.
+that says no direction; alone: it only evaluates. STOP_AT: a step in whose body SIGTERM comes.
 """
 
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import muster
 from kit.faults import fault
+from kit.until import until
 
 FORM = os.environ.get("FORM", "")
 STOP_AT = int(os.environ.get("STOP_AT", "0"))
@@ -32,6 +34,10 @@ def steps(job):
     while job.steps_done < 48:
         at = job.steps_done % 4 * 24
         yield DATA[at : at + 24]
+
+
+def is_best_saved(job):
+    return job.best is None or Path(f"run/checkpoints/step-{job.best.step:08d}").exists()
 
 
 def main(job):
@@ -55,15 +61,19 @@ def main(job):
         optimizer.step()
         optimizer.zero_grad()
         job.step(loss=loss)
-        fault("stepped", job.steps_done)
+        fault(
+            "stepped",
+            job.steps_done,
+            ready=lambda: until(lambda: is_best_saved(job), "the best checkpoint", timeout_s=60),
+        )
+        if job.steps_done == STOP_AT:
+            os.kill(os.getpid(), signal.SIGTERM)
         if job.steps_done % 4:
             continue
         job.evaluate(TEST, measure, best=chosen_by)
         if FORM == "other":
             job.evaluate(DATA, measure, best="accuracy")
         fault("evaluated", job.steps_done)
-        if job.steps_done == STOP_AT:
-            os.kill(os.getpid(), signal.SIGTERM)
         if job.steps_done - job.best.step >= 16:
             break
     print(f"best: step {job.best.step} of {job.steps_done}", flush=True)
