@@ -167,12 +167,18 @@ class Heartbeat:
         self._watched_for_good = True
         self._look()
 
-    def is_waited_for(self) -> bool:
-        """Whether other ranks have waited for this one, at its end, for half of the timeout, in a step that it has left or a later one."""
+    def waited_for(self) -> str:
+        """Return where other ranks have waited for this one, at its end, for half of the timeout, in a step that it has left or a later one.
+
+        Empty if they have not.
+        """
         mine, seen = self.phases.now(self._beat), self.eye.outlook
         if seen is None or not seen.behind or seen.all_behind or mine.age_s <= self.timeout_s / 2:
-            return False
-        return seen.is_behind(mine) or seen.waiting
+            return ""
+        if seen.is_behind(mine):
+            return "other ranks wait"
+        first = seen.behind[0]
+        return f"{first.name} waits in {first.where}" if seen.waiting and seen.still_s > self.timeout_s / 2 else ""
 
     def silence(self, seconds: float, *, waited: str = "") -> RankLost | None:
         """Return a RankLost that names the ranks without a heartbeat for `seconds`, or the store; else None.

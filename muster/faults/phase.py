@@ -27,11 +27,12 @@ STORING = "/torch/distributed/checkpoint/"
 FIRST_S = 600.0  # the first phases of each kind compile and tune
 FIRST = 2
 COLLECTIVE, BACKWARD = "collective", "backward pass"
+SHARED_MEMORY = "/muster/world/reduce/shared_memory.py"
 WAITING = {
     "/torch/distributed/": COLLECTIVE,
     "/torch/nn/parallel/distributed.py": COLLECTIVE,  # DDP's forward pass broadcasts buffers
     "/muster/world/group.py": COLLECTIVE,
-    "/muster/world/reduce/shared_memory.py": COLLECTIVE,
+    SHARED_MEMORY: COLLECTIVE,
     "/torch/autograd/graph.py": BACKWARD,  # full of collectives
 }
 """Files in which code waits for other ranks."""
@@ -47,7 +48,8 @@ class Phase:
     `number` counts the phases that the rank has entered. `waiting`: its code or its device waits for other ranks; on CUDA the
     code only launches a collective, and then waits wherever it reads a value. `gradients` counts the steps whose own gradients
     the device has computed: a hanging device has one less than those that wait for it. 0 on CPU. `calls` counts the exchanges over the
-    ranks that its code has begun by `World`.
+    ranks that its code has begun by `World`. `still_s`: how long it has been at one instruction: a backward pass without other ranks is
+    `waiting`, too, as it is seen.
     """
 
     beat: int
@@ -60,6 +62,7 @@ class Phase:
     host: str
     gradients: int = 0
     calls: int = 0
+    still_s: float = 0.0
 
     @property
     def overdue(self) -> bool:
@@ -121,7 +124,8 @@ class Phases:
         waiting = bool(waits_in or (where and self.device_is_busy()))
         count = self._gradients()
         gradients = count() if count else 0
-        return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname(), gradients, self.calls())
+        host, calls, still_s = socket.gethostname(), self.calls(), self.still_s
+        return Phase(beat, number, label, age_s, limit_s, waiting, where, host, gradients, calls, still_s)
 
 
 def cuda_is_busy(device: torch.device) -> bool:
@@ -183,8 +187,13 @@ class Stillness:
 
 
 def main_thread() -> Place:
-    """Return the main thread's frame and instruction; None if it waits for a thread of this process."""
+    """Return the main thread's frame and instruction; None if it waits for a thread of this process.
+
+    A wait in shared memory is many short ones, in frames that come and go: it is at the instruction that has called for it.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame and SHARED_MEMORY in frame.f_code.co_filename:
+        frame = frame.f_back
     if frame is None or frame.f_code.co_filename == OWN_THREADS:
         return None
     return id(frame), frame.f_lasti

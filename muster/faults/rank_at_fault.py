@@ -39,6 +39,7 @@ class Outlook:
     waiting: bool
     overdue: bool
     all_behind: bool
+    still_s: float = 0.0
     skipped_by: str = ""
     """A rank that is ahead, and has not made the call in which the ranks behind wait."""
 
@@ -88,6 +89,7 @@ def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quie
         first.waiting,
         overdue=all(known[rank].overdue for rank in culprits),
         all_behind=len(culprits) == len(known) > 1,
+        still_s=min(known[rank].still_s for rank in culprits),
         skipped_by="" if skips is None else standing_of(skips, known[skips], 0.0).name,
     )
 

@@ -167,7 +167,7 @@ class Bootstrap:
             self._before = before
 
 
-LEAVE_ALIKE = "all ranks must leave the loop after the same step"
+LEAVE_ALIKE = "all ranks must leave the loop after the same step, and make the same calls in it and after it"
 POLL_S = 0.02
 POLLS_PER_S = 2000.0  # of all ranks together
 
@@ -189,9 +189,9 @@ def end_alike(world: World, heartbeat: Heartbeat, step: int) -> None:
     while (ends := store_keys.ends()) is None:
         if store_keys.has_failure() or store_keys.is_one_lost():
             raise DistBackendError("another rank has failed while this one waited for the end of its loop")
-        if heartbeat.is_waited_for():
+        if waits := heartbeat.waited_for():
             raise ConfigError(
-                f"the loop has ended after step {step} on rank {world.rank} ({socket.gethostname()}), for which other ranks wait: {LEAVE_ALIKE}"
+                f"the loop has ended after step {step} on rank {world.rank} ({socket.gethostname()}), for which {waits}: {LEAVE_ALIKE}"
             )
         time.sleep(pause_s)
     for rank, end in enumerate(ends):
