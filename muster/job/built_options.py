@@ -73,10 +73,26 @@ def differences(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
             yield name, before[name], value
 
 
-def is_changed_alike(before: Mapping[str, Any], now: Mapping[str, Any], changed: tuple[str, Any, Any]) -> bool:
-    """Return True if some value of `before` and `now`, by name, has changed as an option has: the script was given it."""
+def is_changed_alike(
+    before: Mapping[str, Any], now: Mapping[str, Any], changed: tuple[str, Any, Any], *, ranks: tuple[int, int]
+) -> bool:
+    """Return True if some value of `before` and `now`, by name, has changed as an option has: the script was given it.
+
+    One that has changed with the number of `ranks`, before and now, or with its square root, may follow from that.
+    """
     _, old, new = changed
-    return any(name in before and _is_same(before[name], old) and _is_same(value, new) for name, value in now.items())
+    if bool in (type(old), type(new)) or _follows(old, new, ranks):
+        return False
+    pairs = [(before[name], value) for name, value in now.items() if name in before]
+    return any(_is_same(one, old) and _is_same(other, new) for one, other in pairs if type(other) is not bool)
+
+
+def _follows(old: Any, new: Any, ranks: tuple[int, int]) -> bool:
+    kinds = (int, float)
+    if ranks[0] == ranks[1] or not (isinstance(old, kinds) and isinstance(new, kinds) and old and new):
+        return False
+    growth, of_ranks = abs(math.log(abs(new / old))), abs(math.log(ranks[1] / ranks[0]))
+    return any(math.isclose(growth, each, rel_tol=1e-6) for each in (of_ranks, of_ranks / 2))
 
 
 def told(path: str, changed: Sequence[tuple[str, Any, Any]]) -> str:
