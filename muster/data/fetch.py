@@ -60,6 +60,11 @@ class Fetch(Dataset[Any]):
         """The generators that are seeded for each sample, which takes as long as reading a small one; None: not known yet."""
 
     @property
+    def _remedy(self) -> str:
+        is_of_trainer = self.adapter is not unsplit
+        return "skip such samples with loader.on_bad_sample=skip" if is_of_trainer else "leave it out of the data set"
+
+    @property
     def is_keyed(self) -> bool:
         """True if batches depend on the samples' keys alone, so that they may be fetched at any time."""
         return self._is_read_whole and self.adapter in (None, unsplit)
@@ -242,14 +247,13 @@ class Fetch(Dataset[Any]):
                 sample = self._read(index, key, of)
                 if self._is_bad([sample]):
                     raise DataError(
-                        f"sample {index} is None{defined(self.dataset, '__getitem__', '__iter__')}: write `return ...` for it, or leave "
-                        "such samples out with loader.on_bad_sample=skip"
+                        f"sample {index} is None{defined(self.dataset, '__getitem__', '__iter__')}: write `return ...` for it, or {self._remedy}"
                     )
                 return sample
             except Exception as error:
                 if self.max_bad is None and isinstance(error, UNREADABLE):
                     raise DataError(
-                        f"sample {index} cannot be read: {located(error)}; fix it, or skip such samples with loader.on_bad_sample=skip"
+                        f"sample {index} cannot be read: {located(error)}; fix it, or {self._remedy}"
                     ) from error
                 if self.max_bad is None:
                     if not isinstance(error, MusterError):

@@ -130,7 +130,7 @@ def _within(value: Any) -> Iterator[Any]:
     else:
         yield from [*getattr(value, "__dict__", {}).values()]
         for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
-            if _is_of_user(kind.__module__):
+            if is_of_user(kind.__module__):
                 yield from [*vars(kind).values()]
 
 
@@ -142,10 +142,11 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    if _is_of_user(function.__module__):
+    if is_of_user(function.__module__):
         yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)
 
 
-def _is_of_user(module: str | None) -> bool:
+def is_of_user(module: str | None) -> bool:
+    """Return True if the module of this name is user code."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return file is not None and is_own(file)

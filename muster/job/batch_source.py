@@ -193,7 +193,7 @@ class LoaderSource:
 
     def _begin(self, epoch: int) -> int:
         key = key_of(self.seed, "epoch", epoch)
-        for each in _parts(self.loader):
+        for each in parts_of(self.loader):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
             _seed_own(each, key)
@@ -241,7 +241,7 @@ def _samplers(batches: Any) -> Iterator[Any]:
         batches = getattr(batches, "sampler", None)
 
 
-def _parts(loader: Any) -> Iterator[Any]:
+def parts_of(loader: Any) -> Iterator[Any]:
     """Yield a loader, its samplers and data sets, and those inside them (a BatchSampler's sampler, a Subset's data)."""
     found: list[Any] = [loader]
     for each in found:
@@ -255,7 +255,7 @@ def moved_on(source: Any) -> str:
 
     In the next attempt it would continue from there in this process, but from its beginning in a rank that is restarted in place.
     """
-    for part in _parts(source):
+    for part in parts_of(source):
         is_own = isinstance(part, Sampler) and not type(part).__module__.startswith("torch.")
         if is_own or isinstance(part, IterableDataset):
             now = hash_of(_seen(part))

@@ -1,7 +1,7 @@
-"""What a user's loop carries from one batch to the next and no checkpoint has: a hidden state, a best value, a count, a generator.
+"""What a variable of a user's loop carries from one batch to the next and no checkpoint has: a hidden state, a best value, a count.
 
-A variable is carried if the loop's body may read it before it assigns it. Only the source and values are looked at: nothing is attached
-to the user's objects.
+A name is carried if the loop's body may read it before it assigns it. Only the source and the values of such names are
+looked at, once: nothing is attached to the user's objects.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ import sys
 import textwrap
 import tokenize
 from collections.abc import Collection, Iterator, Sequence
-from types import FrameType, ModuleType
-from typing import Any
+from types import FrameType
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from muster.code_location import SourceLine, is_kit, is_own
-from muster.data.own_generators import KINDS, OwnGenerators, is_global
 
 Loop = ast.For | ast.While
 STATE, BEST, COUNT = "state", "best", "count"
-LOOKS = 100
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
@@ -34,44 +31,17 @@ def carried(frame: FrameType | None, tracked: Collection[int]) -> Iterator[tuple
     otherwise, as a best accuracy. It looks at the innermost loop of each calling function whose source is available.
     frame: the frame that asks for the next batch, or one that it has called. tracked: ids of tensors to ignore.
     """
-    for each in _own_frames(frame):
-        if found := _loop(each):
+    for each in own_frames(frame):
+        if found := loop_of(each):
             loop, line = found
             kinds = dict.fromkeys(_compared(loop), BEST) | dict.fromkeys(_counted(loop), COUNT)
-            for name, value in _values(each, _names(loop)).items():
+            for name, value in values_of(each, _names(loop)).items():
                 kind = STATE if _is_state(value, tracked) else kinds.get(name) if _is_number(value) else None
                 if kind:
                     yield name, SourceLine(each.f_code.co_filename, line), kind
 
 
-class OwnDraws:
-    """Random number generators of the script's own around a loop, to see from which of them its body draws, in the first `LOOKS` steps.
-
-    They are those that variables of the calling functions and of their modules name, and the attributes of what these hold.
-    """
-
-    def __init__(self) -> None:
-        self._looks, self._before = LOOKS, list[tuple[str, OwnGenerators, list[Any]]]()
-
-    def begin(self, frame: FrameType | None) -> None:
-        """Look at them once the batch is there: what gives batches seeds those from which it draws. frame: of a call from the loop."""
-        self._looks -= 1
-        self._before = []
-        if self._looks >= 0:
-            found = {id(each): (name, each) for own in _own_frames(frame) for name, each in _generators(own)}
-            own = [(f"{name}, a {type(each).__name__}", OwnGenerators(each)) for name, each in found.values()]
-            self._before = [(name, each, each.states()) for name, each in own]
-
-    def drawn(self, frame: FrameType | None) -> str:
-        """Return the first one that has drawn since `begin`, and its kind; empty if none has, or the loop seeds it itself."""
-        drawn = [name for name, each, before in self._before if each.have_drawn(before)]
-        if not drawn:
-            return ""
-        seeded = {name for each in _own_frames(frame) if (found := _loop(each)) for name in _seeded(found[0])}
-        return next((each for each in drawn if each.partition(",")[0] not in seeded), "")
-
-
-def _own_frames(frame: FrameType | None) -> Iterator[FrameType]:
+def own_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield the frames of the script's own functions that have called `frame`; what is around `Job.run` is no part of the job."""
     is_in_own = False
     while frame and not (is_in_own and is_kit(frame.f_code.co_filename)):
@@ -81,24 +51,8 @@ def _own_frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _generators(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    code = frame.f_code
-    names = [*code.co_varnames, *code.co_cellvars, *code.co_freevars]
-    for name, value in {**frame.f_globals, **_values(frame, names)}.items():
-        is_library = isinstance(value, ModuleType) and not is_own(getattr(value, "__file__", None) or "<frozen")
-        inner = {} if is_library else getattr(value, "__dict__", {})
-        named = {name: value, **{f"{name}.{each}": there for each, there in [*inner.items()]}}
-        yield from ((full, each) for full, each in named.items() if isinstance(each, KINDS) and not is_global(each))
-
-
-def _seeded(loop: Loop) -> Iterator[str]:
-    for part in _parts(loop):
-        function = part.func if isinstance(part, ast.Call) else None
-        if isinstance(function, ast.Attribute) and function.attr in ("seed", "manual_seed"):
-            yield ast.unparse(function.value)
-
-
-def _loop(frame: FrameType) -> tuple[Loop, int] | None:
+def loop_of(frame: FrameType) -> tuple[Loop, int] | None:
+    """Return the innermost loop that `frame` is in, and its line; None without one, or without its source."""
     try:
         lines, first = inspect.getsourcelines(frame)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -115,25 +69,25 @@ def _names(loop: Loop) -> list[str]:
 
     A batch that was read ahead, by `next(...)` or a method of this name, is not counted.
     """
-    own = {*_assigned([loop.target])} if isinstance(loop, ast.For) else set[str]()
+    own = {*assigned([loop.target])} if isinstance(loop, ast.For) else set[str]()
     read = list[str]()
     if isinstance(loop, ast.While):
         read += _read(loop.test, own)
     _follow(loop.body, own, read)
-    ahead = {*_assigned([each for part in loop.body for each in ast.walk(part) if _is_read_ahead(each)])}
-    assigned = {*_assigned(loop.body)} - ahead
-    return [*dict.fromkeys(name for name in read if name in assigned)]
+    ahead = {*assigned([each for part in loop.body for each in ast.walk(part) if _is_read_ahead(each)])}
+    own_names = {*assigned(loop.body)} - ahead
+    return [*dict.fromkeys(name for name in read if name in own_names)]
 
 
 def _compared(loop: Loop) -> set[str]:
     """Return the names that the body of `loop` orders by themselves, also by `max` and `min`, and does not take from a clock."""
     found, timed = set[str](), set[str]()
-    for part in _parts(loop):
+    for part in parts(loop):
         operands: list[ast.expr] = []
         if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
             operands = [part.left, *part.comparators]
         elif isinstance(part, ast.Assign) and "time" in _loaded(part.value):
-            timed |= {*_assigned(part.targets)}
+            timed |= {*assigned(part.targets)}
         elif isinstance(part, ast.Call) and getattr(part.func, "id", "") in ("max", "min"):
             operands = part.args
         found |= {each.id for each in operands if isinstance(each, ast.Name)}
@@ -143,17 +97,18 @@ def _compared(loop: Loop) -> set[str]:
 def _counted(loop: Loop) -> set[str]:
     """Return the names to which the body of `loop` adds something, and not the time that has passed."""
     found, timed = set[str](), set[str]()
-    for part in _parts(loop):
+    for part in parts(loop):
         if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
             found.add(part.target.id)
         elif isinstance(part, ast.Assign) and isinstance(part.value, ast.BinOp) and len(part.targets) == 1:
-            found |= {*_assigned(part.targets)} & _loaded(part.value)
+            found |= {*assigned(part.targets)} & _loaded(part.value)
         if isinstance(part, ast.AugAssign | ast.Assign) and "time" in _loaded(part.value):
-            timed |= {*_assigned([part])}
+            timed |= {*assigned([part])}
     return found - timed
 
 
-def _parts(loop: Loop) -> Iterator[ast.AST]:
+def parts(loop: Loop) -> Iterator[ast.AST]:
+    """Yield all that the body of `loop` consists of."""
     return (part for statement in loop.body for part in ast.walk(statement))
 
 
@@ -171,7 +126,7 @@ def _follow(body: Sequence[ast.stmt], known: set[str], read: list[str]) -> set[s
     """Add to `read` the names that `body` may read before it assigns them; return `known` and those that it assigns."""
     for each in body:
         if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            read += _read(each, known | {*_assigned([each])})
+            read += _read(each, known | {*assigned([each])})
             known = known | {each.name}
         elif isinstance(each, ast.If | ast.Match):
             blocks = [each.body, each.orelse] if isinstance(each, ast.If) else [case.body for case in each.cases]
@@ -187,11 +142,11 @@ def _follow(body: Sequence[ast.stmt], known: set[str], read: list[str]) -> set[s
             for block in blocks:  # a loop or a `try` is taken for one that runs to its end
                 known = _follow(block, known, read)
         else:
-            known = known | {*_assigned([each for each in ast.walk(each) if isinstance(each, ast.NamedExpr)])}
+            known = known | {*assigned([each for each in ast.walk(each) if isinstance(each, ast.NamedExpr)])}
             read += _read(each, known)
             if isinstance(each, ast.AugAssign) and isinstance(each.target, ast.Name) and each.target.id not in known:
                 read.append(each.target.id)
-            known = known | {*_assigned([each])}
+            known = known | {*assigned([each])}
     return known
 
 
@@ -200,7 +155,7 @@ def _follow_parts(statement: ast.stmt, known: set[str], read: list[str]) -> set[
     parts = [each for each in ast.iter_child_nodes(statement) if not isinstance(each, BLOCKS)]
     for part in parts:
         read += _read(part, known)
-    return {*_assigned(parts)}
+    return {*assigned(parts)}
 
 
 def _leaves(block: Sequence[ast.stmt]) -> bool:
@@ -212,7 +167,7 @@ def _read(node: ast.AST, known: Collection[str]) -> Iterator[str]:
     inner = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
     for part in ast.walk(node):
         if isinstance(part, ast.comprehension):
-            inner |= {*_assigned([part.target])}
+            inner |= {*assigned([part.target])}
     for part in ast.walk(node):
         if (
             isinstance(part, ast.Name)
@@ -223,14 +178,16 @@ def _read(node: ast.AST, known: Collection[str]) -> Iterator[str]:
             yield part.id
 
 
-def _assigned(nodes: Sequence[ast.AST]) -> Iterator[str]:
+def assigned(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """Yield the names that `nodes` assign."""
     for node in nodes:
         for part in ast.walk(node):
             if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
                 yield part.id
 
 
-def _values(frame: FrameType, names: Sequence[str]) -> dict[str, object]:
+def values_of(frame: FrameType, names: Sequence[str]) -> dict[str, object]:
+    """Return the values of those variables of `frame` that have one."""
     if not names:
         return {}
     there = frame.f_locals

@@ -35,10 +35,11 @@ from muster.data.generators import drawn_from, key_of, seed_generators, state_of
 from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted, RankLost, final, say
 from muster.files import replace_file
 from muster.job import built_options
-from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, moved_on, read_now, with_length
+from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, moved_on, parts_of, read_now, with_length
 from muster.job.bootstrap import Bootstrap, end_alike
-from muster.job.carried_state import BEST, COUNT, STATE, OwnDraws, carried
+from muster.job.carried_state import BEST, COUNT, STATE, carried
 from muster.job.options import JobOptions, as_yaml, loggers_of, own_before, own_of, run_options_of
+from muster.job.own_objects import OwnDraws, OwnNumbers
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import JobTrainee, Reached, seed_step
@@ -77,6 +78,15 @@ REMEDIES = {
     COUNT: "; give it to job.step(name=value) or job.log, whose means go on, or follow it from job.steps_done",
     BEST: "; let job.evaluate(..., best=name) choose, and read job.best, or follow it from job.steps_done",
 }
+OWN_NUMBERS = (
+    "{names} {verb} changed by the loop and in no checkpoint: a resume, or the death of a rank, begins {them} anew; track an object that has such "
+    "numbers in its state_dict(), let job.evaluate(..., best=name) choose the best, or follow them from job.steps_done"
+)
+MODE = (
+    "{name} is trained in evaluation mode at step {step}, and was in training mode before, so dropout and batch norm work otherwise: call train() "
+    "after an evaluation of your own; job.evaluate does so"
+)
+NAMED = 4
 BEYOND = "the run is at step {step}, and batches() ends with step {steps}: nothing is trained, and model.pt has the weights of step {step}"
 OWN_GENERATOR = (
     "the loop draws from {name}, which no checkpoint has: a resume, or the death of a rank, begins it anew, unless your code seeds it from "
@@ -171,7 +181,9 @@ class LoopServices:
         self._stepped = set[int]()
         """The optimizers that have made a step, tracked or not."""
         self._latest = 0.0
-        self._has_looked, self._own_draws = False, OwnDraws()
+        self._has_looked, self._own_draws, self._own_numbers = False, OwnDraws(), OwnNumbers()
+        self._has_trained = set[str]()
+        """The modules that were in training mode at a step."""
         self._looks = 0 if tracked.optimizers or tracked.others else LOOKS
         """The steps after which a loop without an optimizer is still asked whether it trains."""
         self._at_first = Changes(tracked.named.items() if self._looks else ())
@@ -295,7 +307,7 @@ class LoopServices:
     def _see_optimizers(self) -> None:
         """Note an untracked optimizer that steps tracked parameters: a resume begins it anew, and no death is survived.
 
-        So would an untracked schedule. It is refused in a run that begins, if no tracked object may hold it unseen.
+        So would an untracked schedule. Both are refused in a run that begins, if no tracked object may hold them unseen.
         """
         seen, trained = self._stepped, {id(each) for each in self.tracked.parameters()}
 
@@ -307,14 +319,19 @@ class LoopServices:
             if not trained & stepped:
                 return
             name = type(optimizer).__name__
-            if not self.tracked.saves(optimizer):
-                self.tell_once(f"untracked {name}", UNTRACKED.format(name=name))
-                self.trainee.refuse(f"{name} is not tracked")
             knows_all = all(isinstance(each, LRScheduler) for each in self.tracked.others.values())
             is_certain = knows_all and self.begins
-            if is_certain and self.tracked.untracked_schedules(optimizer):
+            if not self.tracked.saves(optimizer):
+                if is_certain and optimizer.state:
+                    raise ConfigError(UNTRACKED.format(name=name))
+                self.tell_once(f"untracked {name}", UNTRACKED.format(name=name))
+                self.trainee.refuse(f"{name} is not tracked")
+            found = self.tracked.untracked_schedules(optimizer)
+            if found and is_certain:
+                found.clear()
                 gc.collect()  # one that was replaced may be in a cycle of references
-            for each in self.tracked.untracked_schedules(optimizer):
+                found = self.tracked.untracked_schedules(optimizer)
+            for each in found:
                 kind = type(each).__name__
                 text = UNSCHEDULED.format(kind=kind, name=name)
                 if is_certain:
@@ -374,6 +391,7 @@ class LoopServices:
         self.reached.step += 1
         self.reached.samples += samples
         self.running.records.advance(self.reached.step)
+        self._see_modes()
         if self.is_time_to_log():
             self.log()
 
@@ -390,8 +408,7 @@ class LoopServices:
         if not self._has_looked:
             self._has_looked = True
             self._look_once()
-        if drawn := self._own_draws.drawn(sys._getframe()):
-            self.tell_once("own generator", OWN_GENERATOR.format(name=drawn))
+        self._look_at_own()
         self.tracked.accumulation.end_step()
         self.trainee.end_step()
         self.is_within = False
@@ -417,6 +434,40 @@ class LoopServices:
             more = UNDIVIDED.format(sampler=type(batches.sampler).__name__) if apart else ""
             self.tell_once("own loader", OWN_LOADER.format(more=more))
 
+    def _look_at_own(self) -> None:
+        """Note what the step has changed in objects of the script's own that are not tracked."""
+        frame, step = sys._getframe(), self.reached.step
+        if drawn := self._own_draws.drawn(frame):
+            self.tell_once("own generator", OWN_GENERATOR.format(name=drawn))
+        known = {step, step - 1, self.epoch, self.epoch + 1}
+        found = self._own_numbers.changed(frame, self._apart, known=known, is_due=self.owes_save)
+        if found:
+            names = [*found[:NAMED], *(["..."] if found[NAMED:] else [])]
+            verb, them = ("is", "it") if len(found) == 1 else ("are", "them")
+            self.tell_once(f"own {found[0]}", OWN_NUMBERS.format(names=", ".join(names), verb=verb, them=them))
+
+    @property
+    def _apart(self) -> set[int]:
+        """The ids of objects whose numbers a checkpoint has, or this job sets."""
+        optimizers = self.tracked.optimizers.values()
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        saved = (*self.tracked.others.values(), *optimizers, *groups)
+        return {*map(id, saved), *map(id, parts_of(self.batch_source.source) if self.batch_source else ())}
+
+    def _see_modes(self) -> None:
+        """Note a model that is trained in evaluation mode, and was in training mode before."""
+        trained = {
+            id(each)
+            for optimizer in self.tracked.optimizers.values()
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
+        for name, module in self.tracked.modules.items():
+            if module.training:
+                self._has_trained.add(name)
+            elif name in self._has_trained and any(id(each) in trained for each in module.parameters()):
+                self.tell_once(f"mode of {name}", MODE.format(name=name, step=self.reached.step))
+
     def _seed_step(self) -> None:
         if self.bootstrap.seeds_steps:
             seed_step(self.options.seed, self.world, self.reached.step)
@@ -427,6 +478,7 @@ class LoopServices:
         if not self.running.begin("step"):
             self.stop()
         self._own_draws.begin(sys._getframe())
+        self._own_numbers.begin(sys._getframe(), self._apart)
 
     def log(self) -> None:
         """Write a `train` record of the steps since the last one. Waits for the device. Collective."""
@@ -584,6 +636,7 @@ class LoopServices:
     def end_untrained(self) -> None:
         """Leave the run at its step. Collective."""
         step, total = self.unfinished
+        self.peers.heartbeat.enter("end", step)
         end_alike(self.world, self.peers.heartbeat, step)
         if self.world.is_first:
             say(f"muster: this attempt has asked for no batches, and leaves the run at step {step} of {total}")
@@ -736,8 +789,9 @@ class LoopServices:
         if changed and self.world.is_first and not self.world.again:
             text = built_options.told(saved.path, changed)
             before, now = own_before(self.options), own_of(self.options)
-            is_given = any(built_options.is_changed_alike(before, now, each) for each in changed)
-            if is_given or saved.manifest["world_size"] == self.world.size:
+            ranks = saved.manifest["world_size"], self.world.size
+            is_given = any(built_options.is_changed_alike(before, now, each, ranks=ranks) for each in changed)
+            if is_given or ranks[0] == ranks[1]:
                 later = (
                     ""
                     if built_options.is_scheduled(self.tracked)

@@ -404,6 +404,60 @@ def test_what_a_port_leaves_out_is_told_or_done_as_meant(place):
     assert "job.step(name=value)" in counted and "spent" not in counted
 
 
+REMEMBERS = """
+import math, os, time, torch, muster
+from torch import nn
+best = 0.0
+state = {"best": math.nan}
+class Stopping:
+    def __init__(self):
+        self.lowest, self.waited, self.began, self.step = math.inf, 0, time.time(), 0
+    def __call__(self, value, step):
+        self.waited = 0 if value < self.lowest else self.waited + 1
+        self.lowest, self.began, self.step = min(value, self.lowest), time.time(), step
+class Kept(Stopping):
+    def state_dict(self):
+        return dict(vars(self))
+    def load_state_dict(self, state):
+        vars(self).update(state)
+def improve(value):
+    global best
+    best = max(value, best)
+def main(job):
+    net = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1))
+    optimizer, stopping, kept = torch.optim.Adam(net.parameters()), Stopping(), Kept()
+    job.track(model=net, **({} if "UNTRACKED" in os.environ else {"optimizer": optimizer, "kept": kept}))
+    for x in job.batches(torch.ones(16, 1), batch_size=4, epochs=2):
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        job.step(loss=loss)
+        if job.ends_epoch:
+            for each in (stopping, kept):
+                each(loss.item(), job.steps_done)
+            improve(1 / job.steps_done)
+            state["best"] = loss.item()
+            net.eval()
+muster.Job("run", tensorboard=False).run(main)
+"""
+
+
+def test_what_the_script_s_own_objects_remember_is_noted_or_refused(place):
+    """Early stopping in an object, a best value in a global name or a dict; what is tracked, a clock's or the job's own is not."""
+    folder, bare = place("remembers"), place("bare")
+    for each in (folder, bare):
+        (each / "remembers.py").write_text(REMEMBERS)
+    done = run(folder, script="remembers", to="")
+    told, mode = [line["text"] for line in done.events("note")]
+    assert {*told.partition(" are changed by the loop")[0].split(", ")} == {"best", "state.best", "stopping.lowest"}, (
+        told
+    )
+    assert mode.startswith("model is trained in evaluation mode at step 5, and was in training mode before"), mode
+    refused = run(bare, script="remembers", to="", code=2, UNTRACKED="1")
+    assert refused.outcome["error"].startswith("Adam steps the model and is not tracked"), refused.outcome
+
+
 APART = """
 import os, torch, muster
 from torch import nn
@@ -622,9 +676,7 @@ muster.Job("run", log_every=1, tensorboard=False).run(main)
 
 
 @pytest.mark.nightly
-def test_what_a_resume_would_lose_is_noted_once(place):
-    folder = place("half")
-    (folder / "half.py").write_text(HALF)
+def test_what_a_resume_would_lose_is_noted_or_refused(place):
     wrapped = place("wrapped")
     (wrapped / "half.py").write_text(HALF)
     noted = run(wrapped, script="half", to="", ranks=2, FORM="wrapped").events("note")
@@ -640,21 +692,17 @@ def test_what_a_resume_would_lose_is_noted_once(place):
     refused = run(unscheduled, script="half", to="", ranks=2, FORM="unscheduled", code=1)
     said = "ReduceLROnPlateau, the schedule of Adam, is not tracked: a resume, or the death of a rank, would begin it anew; name it: track(schedule=...)"
     assert refused.outcome["exit_code"] == 2 and refused.outcome["error"].startswith(said), refused.outcome
-    scheduled = place("scheduled")
-    (scheduled / "half.py").write_text(HALF)
-    noted = run(scheduled, script="half", to="", ranks=2, FORM="scheduled").events("note")
-    assert any("Adam steps the model and is not" in note["text"] for note in noted), (
-        "a schedule leaves its optimizer out"
-    )
-    for form, is_lost in {"own": True, "sharp": True, "hidden": False}.items():
+    for form, is_lost in {"own": True, "hidden": False}.items():
         other = place(form)
         (other / "half.py").write_text(HALF)
         noted = run(other, script="half", to="", ranks=2, FORM=form).events("note")
         assert any("Adam steps the model and is not" in note["text"] for note in noted) == is_lost, (form, noted)
-    result = run(folder, script="half", to="", ranks=2, FORM="bare")
-    untracked, alone = [event["text"] for event in result.events("note")]
-    assert untracked.startswith("Adam steps the model and is not tracked") and "optimizer=" in untracked
-    assert "survive=True does not apply: Adam is not tracked" in alone, "nobody else has its state"
+    for form in ("bare", "sharp", "scheduled"):  # a schedule leaves its optimizer out, and so does that wrapper
+        other = place(form)
+        (other / "half.py").write_text(HALF)
+        refused = run(other, script="half", to="", ranks=2, FORM=form, code=1)
+        said = "Adam steps the model and is not tracked: a resume, or the death of a rank, would begin its state anew"
+        assert refused.outcome["exit_code"] == 2 and refused.outcome["error"].startswith(said), refused.outcome
 
 
 AND_THEN = """
@@ -1494,10 +1542,13 @@ def test_a_rate_built_otherwise_is_refused_and_at_another_world_size_noted(built
 
 def test_a_rate_that_the_script_was_given_is_refused_at_another_world_size_too(built):
     built(0, LR="0.1", OWN="1", ranks=None)
-    [said] = built(2, LR="0.2", OWN="1").said
-    assert "optimizer.lr=0.1, and this is optimizer.lr=0.2" in said and "set another one after track()" in said, said
-    [note] = built(0, LR="0.1", OWN="1", SCALED="1", EPOCHS="3").events("note")
-    assert "optimizer.lr=0.1, and this is optimizer.lr=0.2" in note["text"], "it follows from the number of ranks"
+    [said] = built(2, LR="0.4", OWN="1").said
+    assert "optimizer.lr=0.1, and this is optimizer.lr=0.4" in said and "set another one after track()" in said, said
+    for ranks, scaled in ((2, {"LR": "0.2"}), (3, {"LR": "0.1", "SCALED": "1"})):  # in args.lr, or in the optimizer
+        *_, note = built(0, OWN="1", ranks=ranks, EPOCHS=str(ranks + 1), **scaled).events("note")
+        assert f"optimizer.lr=0.1, and this is optimizer.lr=0.{ranks}" in note["text"], (
+            "it follows from the number of ranks"
+        )
 
 
 def test_an_optimizer_that_was_trained_in_this_process_is_not_as_it_was_built(place):

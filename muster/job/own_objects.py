@@ -1,0 +1,146 @@
+"""What the script's own objects keep of the steps, and no checkpoint has: generators, and numbers in attributes and global names.
+
+They are found by the variables of the functions around the loop, and of their modules. Only values are looked at: nothing is attached to the
+objects.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import time
+from argparse import Namespace
+from collections.abc import Collection, Iterator
+from types import FrameType, ModuleType, SimpleNamespace
+from typing import Any
+
+from muster.code_location import is_own
+from muster.data.own_generators import KINDS, OwnGenerators, is_global, is_of_user
+from muster.job.carried_state import Loop, assigned, loop_of, own_frames, parts, values_of
+
+LOOKS = 100
+"""The first steps, in which generators and numbers are looked at; numbers also before each checkpoint."""
+MOST = 1_000
+"""The most items of a dict that is looked at."""
+TIMED = ("time", "elapsed", "second", "duration", "clock")
+"""What names of numbers have in them that follow a clock."""
+DAY_S = 86_400.0
+
+
+class OwnDraws:
+    """Generators of the script's own, to see from which of them a loop's body draws."""
+
+    def __init__(self) -> None:
+        self._looks, self._before = LOOKS, list[tuple[str, str, OwnGenerators, list[Any]]]()
+
+    def begin(self, frame: FrameType | None) -> None:
+        """Look at them once the batch is there: what gives batches seeds those from which it draws. frame: of a call from the loop."""
+        self._looks -= 1
+        self._before = []
+        if self._looks >= 0:
+            found = {id(each): (name, each) for own in own_frames(frame) for name, each in _generators(own)}
+            own = [(name, type(each).__name__, OwnGenerators(each)) for name, each in found.values()]
+            self._before = [(name, kind, each, each.states()) for name, kind, each in own]
+
+    def drawn(self, frame: FrameType | None) -> str:
+        """Return the first one that has drawn since `begin`, and its kind; empty if none has, or the loop seeds it itself."""
+        drawn = {name: kind for name, kind, each, before in self._before if each.have_drawn(before)}
+        if drawn:
+            for each in own_frames(frame):
+                for name in _seeded(found[0]) if (found := loop_of(each)) else ():
+                    drawn.pop(name, None)
+        return next((f"{name}, a {kind}" for name, kind in drawn.items()), "")
+
+
+class OwnNumbers:
+    """Numbers of the script's own, to see which of them a loop changes: a counter in an attribute, a best value in a global name.
+
+    They are those of global names, of variables that an inner function assigns, and in attributes and items of what variables name.
+    """
+
+    def __init__(self) -> None:
+        self._looks, self._before = LOOKS, dict[str, float]()
+
+    def begin(self, frame: FrameType | None, apart: Collection[int]) -> None:
+        """Look at them before the first step. frame: of a call from the loop. apart: ids of objects that are saved, or set, by others."""
+        if self._looks == LOOKS:
+            self._before = dict(_numbers(frame, apart))
+
+    def changed(
+        self, frame: FrameType | None, apart: Collection[int], *, known: Collection[int], is_due: bool
+    ) -> list[str]:
+        """Return the names of those that have changed since `begin`; those of one object once.
+
+        known: the job's own counts, from which a number may follow. is_due: look also after the first `LOOKS` steps.
+        """
+        self._looks -= 1
+        if not self._before or (self._looks < 0 and not is_due):
+            return []
+        now = dict(_numbers(frame, apart))
+        found = [
+            name for name, before in self._before.items() if name in now and _has_changed(before, now[name], known)
+        ]
+        if found:
+            owners = {name.partition(".")[0] for name in found}
+            self._before = {name: each for name, each in self._before.items() if name.partition(".")[0] not in owners}
+            loops = [loop[0] for each in own_frames(frame) if (loop := loop_of(each))]
+            of_loops = {name for loop in loops for name in assigned([loop])}  # which `carried` looks at
+            found = [name for name in found if name not in of_loops]
+        return found
+
+
+def _has_changed(before: float, now: float, known: Collection[int]) -> bool:
+    is_same = now == before or (math.isnan(now) and math.isnan(before))
+    is_of_clock = isinstance(now, float) and min(abs(now - time.time()), abs(now - time.monotonic()) * DAY_S) < DAY_S
+    return not (is_same or now in known or is_of_clock)
+
+
+def _numbers(frame: FrameType | None, apart: Collection[int]) -> Iterator[tuple[str, float]]:
+    seen = {*apart}
+    for each in own_frames(frame):
+        code, shared = each.f_code, {*each.f_globals, *each.f_code.co_cellvars, *each.f_code.co_freevars}
+        there = {**each.f_globals, **values_of(each, [*code.co_varnames, *code.co_cellvars, *code.co_freevars])}
+        for name, value in there.items():
+            if _is_number(name, value) and name in shared:
+                yield name, value
+            elif id(value) not in seen:
+                seen.add(id(value))
+                items = [*_inner(value).items()]
+                yield from ((f"{name}.{key}", number) for key, number in items if _is_number(key, number))
+
+
+def _is_number(name: object, value: object) -> bool:
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_one and isinstance(name, str) and not any(each in name.lower() for each in TIMED)
+
+
+def _inner(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, class or module of the script's own, or the items of a dict."""
+    if isinstance(value, dict):
+        return value if len(value) <= MOST else {}
+    if isinstance(value, ModuleType):
+        is_plain = is_own(getattr(value, "__file__", None) or "<frozen")
+    else:
+        kind = value if isinstance(value, type) else type(value)
+        is_plain = kind in (Namespace, SimpleNamespace) or is_of_user(kind.__module__)
+    found = dict(getattr(value, "__dict__", {})) if is_plain else {}
+    if hasattr(value, "set_epoch"):  # which is called
+        found.pop("epoch", None)
+    return found
+
+
+def _generators(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    code = frame.f_code
+    names = [*code.co_varnames, *code.co_cellvars, *code.co_freevars]
+    for name, value in {**frame.f_globals, **values_of(frame, names)}.items():
+        is_library = isinstance(value, ModuleType) and not is_own(getattr(value, "__file__", None) or "<frozen")
+        inner = {} if is_library else getattr(value, "__dict__", {})
+        named = {name: value, **{f"{name}.{each}": there for each, there in [*inner.items()]}}
+        yield from ((full, each) for full, each in named.items() if isinstance(each, KINDS) and not is_global(each))
+
+
+def _seeded(loop: Loop) -> Iterator[str]:
+    for part in parts(loop):
+        function = part.func if isinstance(part, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr in ("seed", "manual_seed"):
+            yield ast.unparse(function.value)
