@@ -9,6 +9,7 @@ import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from muster.redact import redacted
@@ -65,6 +66,13 @@ def is_raised_by_own(error: BaseException) -> bool:
 def is_own(file: str) -> bool:
     """Return True if a file is user code: neither the kit's nor an installed library's."""
     return not (is_kit(file) or file.startswith(LIBRARIES))
+
+
+def innermost_own(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of user code among `frame` and its callers; None if there is none."""
+    while frame and not is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def defined(part: Any, *methods: str) -> str:

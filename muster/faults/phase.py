@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from muster.clock import SYSTEM, SystemClock
-from muster.code_location import is_own
+from muster.code_location import innermost_own
 from muster.process import stat_of
 
 if TYPE_CHECKING:
@@ -153,10 +152,7 @@ def code_position() -> tuple[str, str]:
         frame = frame.f_back
     if not (frame := frame or first):
         return "unknown code", waiting
-    own: FrameType | None = frame
-    while own and not is_own(own.f_code.co_filename):
-        own = own.f_back
-    frame = own or frame
+    frame = innermost_own(frame) or frame
     source = Path(frame.f_code.co_filename)
     return f"{source.parent.name}/{source.name}:{frame.f_lineno} ({frame.f_code.co_name})", waiting
 

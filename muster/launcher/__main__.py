@@ -224,7 +224,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def main(arguments: Sequence[str]) -> int:
     name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help"):
+    if {name, *rest[:1]} & {"-h", "--help"} and name != "store":  # which has its own
         say(str(__doc__).rstrip(), sys.stdout)
         return 0
     try:

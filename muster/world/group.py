@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.code_location import SourceLine, is_own
+from muster.code_location import SourceLine, innermost_own
 from muster.errors import ConfigError, DataError, MusterError, RankLost, environment_error, of_code, one_line
 from muster.process import collect_garbage
 from muster.world import flight_recorder, timeouts
@@ -427,9 +427,7 @@ def _number_of(file: str, line: int) -> int:
 
 def _where() -> str:
     """Return ` (mine.py:12)`, the innermost line of user code that has called; empty if there is none."""
-    frame: FrameType | None = sys._getframe()
-    while frame and not is_own(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = innermost_own(sys._getframe())
     return f" ({SourceLine(frame.f_code.co_filename, frame.f_lineno)})" if frame else ""
 
 
