@@ -436,6 +436,8 @@ class LoopServices:
 
     def _look_at_own(self) -> None:
         """Note what the step has changed in objects of the script's own that are not tracked."""
+        if self._own_draws.looks < 0 and not self.owes_save:
+            return
         frame, step = sys._getframe(), self.reached.step
         if drawn := self._own_draws.drawn(frame):
             self.tell_once("own generator", OWN_GENERATOR.format(name=drawn))
@@ -446,7 +448,6 @@ class LoopServices:
             verb, them = ("is", "it") if len(found) == 1 else ("are", "them")
             self.tell_once(f"own {found[0]}", OWN_NUMBERS.format(names=", ".join(names), verb=verb, them=them))
 
-    @property
     def _apart(self) -> set[int]:
         """The ids of objects whose numbers a checkpoint has, or this job sets."""
         optimizers = self.tracked.optimizers.values()
@@ -456,16 +457,11 @@ class LoopServices:
 
     def _see_modes(self) -> None:
         """Note a model that is trained in evaluation mode, and was in training mode before."""
-        trained = {
-            id(each)
-            for optimizer in self.tracked.optimizers.values()
-            for group in optimizer.param_groups
-            for each in group["params"]
-        }
         for name, module in self.tracked.modules.items():
             if module.training:
                 self._has_trained.add(name)
-            elif name in self._has_trained and any(id(each) in trained for each in module.parameters()):
+            elif name in self._has_trained and self.tracked.trains(module):
+                self._has_trained.remove(name)
                 self.tell_once(f"mode of {name}", MODE.format(name=name, step=self.reached.step))
 
     def _seed_step(self) -> None:
@@ -477,8 +473,9 @@ class LoopServices:
         self.bootstrap.kept.has_worked = True
         if not self.running.begin("step"):
             self.stop()
-        self._own_draws.begin(sys._getframe())
-        self._own_numbers.begin(sys._getframe(), self._apart)
+        if self._own_draws.looks >= 0:
+            self._own_draws.begin(sys._getframe())
+            self._own_numbers.begin(sys._getframe(), self._apart)
 
     def log(self) -> None:
         """Write a `train` record of the steps since the last one. Waits for the device. Collective."""

@@ -10,7 +10,7 @@ import ast
 import math
 import time
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,13 +31,12 @@ class OwnDraws:
     """Generators of the script's own, to see from which of them a loop's body draws."""
 
     def __init__(self) -> None:
-        self._looks, self._before = LOOKS, list[tuple[str, str, OwnGenerators, list[Any]]]()
+        self.looks, self._before = LOOKS, list[tuple[str, str, OwnGenerators, list[Any]]]()
 
     def begin(self, frame: FrameType | None) -> None:
         """Look at them once the batch is there: what gives batches seeds those from which it draws. frame: of a call from the loop."""
-        self._looks -= 1
-        self._before = []
-        if self._looks >= 0:
+        self.looks, self._before = self.looks - 1, []
+        if self.looks >= 0:
             found = {id(each): (name, each) for own in own_frames(frame) for name, each in _generators(own)}
             own = [(name, type(each).__name__, OwnGenerators(each)) for name, each in found.values()]
             self._before = [(name, kind, each, each.states()) for name, kind, each in own]
@@ -61,13 +60,13 @@ class OwnNumbers:
     def __init__(self) -> None:
         self._looks, self._before = LOOKS, dict[str, float]()
 
-    def begin(self, frame: FrameType | None, apart: Collection[int]) -> None:
+    def begin(self, frame: FrameType | None, apart: Callable[[], Collection[int]]) -> None:
         """Look at them before the first step. frame: of a call from the loop. apart: ids of objects that are saved, or set, by others."""
         if self._looks == LOOKS:
-            self._before = dict(_numbers(frame, apart))
+            self._before = dict(_numbers(frame, apart()))
 
     def changed(
-        self, frame: FrameType | None, apart: Collection[int], *, known: Collection[int], is_due: bool
+        self, frame: FrameType | None, apart: Callable[[], Collection[int]], *, known: Collection[int], is_due: bool
     ) -> list[str]:
         """Return the names of those that have changed since `begin`; those of one object once.
 
@@ -76,7 +75,7 @@ class OwnNumbers:
         self._looks -= 1
         if not self._before or (self._looks < 0 and not is_due):
             return []
-        now = dict(_numbers(frame, apart))
+        now = dict(_numbers(frame, apart()))
         found = [
             name for name, before in self._before.items() if name in now and _has_changed(before, now[name], known)
         ]
