@@ -18,6 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,6 +82,12 @@ def _end_late(code: int, within_s: float) -> None:
         flush=True,
     )
     os._exit(code)
+
+
+@cache
+def end_deaf_children_at_exit() -> None:
+    """Kill them also where Python itself ends this process, as after a script's last line: before multiprocessing waits for them."""
+    atexit.register(_end_deaf_children)
 
 
 def _end_deaf_children() -> None:

@@ -189,6 +189,7 @@ def _loader(fetch: Fetch, plan: Plan, steps: range, config: LoaderConfig) -> Dat
         batch_bytes = samples * _bytes(fetch.sample(0))
         workers = by_default(batch_bytes) if workers is None else workers
         check_shared_memory(batch_bytes, num_workers=workers)
+        process.end_deaf_children_at_exit()
     return DataLoader(
         fetch,
         batch_sampler=_shares(plan, steps, config),  # type: ignore[arg-type]

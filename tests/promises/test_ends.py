@@ -49,3 +49,25 @@ def test_what_callbacks_leave_to_the_end_is_there(tmp_path, ranks):
 def test_no_thread_of_a_job_outlives_it(tmp_path):
     code, out = scripted(tmp_path, "again", begin=warm.Popen)
     assert code == 0, out
+
+
+HELD = """
+import torch, muster
+with muster.Job("run", tensorboard=False) as job:
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    job.track(model=net, optimizer=optimizer)
+    batches = job.batches(torch.ones(64, 1), batch_size=8, epochs=2, num_workers=1)
+    for x in batches:
+        net(x).mean().backward()
+        optimizer.step(), optimizer.zero_grad(), job.step()
+        if job.steps_done == 3:
+            break
+print("after", flush=True)
+"""
+
+
+def test_a_script_that_keeps_its_batches_ends(tmp_path):
+    """Their loader's workers ignore SIGTERM, and Python waits for them at its end."""
+    done = subprocess.run([sys.executable, "-c", HELD], env=environment(), cwd=tmp_path, stdout=-1, timeout=60)
+    assert done.returncode == 0 and done.stdout.endswith(b"after\n")
