@@ -151,12 +151,16 @@ def _values(line: Mapping[str, Any]) -> list[str]:
 
 def call_of(source: Source, checkpoint: str | None) -> str:
     """Return the call of `muster.load` for these weights, to paste into a script."""
-    words = [json.dumps(str(source.run))]
+    words, given = [json.dumps(str(source.run))], "model"
     if is_of_job(config_of(source.run)):
         names = source.modules()
-        words.append("into=model" if "model" in names or len(names) == 1 else f'into={{"{names[0]}": {names[0]}, ...}}')
+        each = ", ".join(
+            f'"{name}": {name}' for name in names
+        )  # the run does not say which one an evaluation has measured
+        words.append("into=model" if len(names) == 1 else f"into={{{each}}}")
+        given = "model" if len(names) == 1 else "modules"
     words += [f"checkpoint={json.dumps(checkpoint)}"] if checkpoint else []
-    return f"model = muster.load({', '.join(words)})"
+    return f"{given} = muster.load({', '.join(words)})"
 
 
 def parser_of(tool: str, *, said: str | None) -> argparse.ArgumentParser:

@@ -23,17 +23,24 @@ def value_of(metric: str, values: Mapping[str, float], *, key: str) -> float:
 
 
 def best_of(
-    before: dict[str, Any] | None, value: float, checkpoints: Checkpoints, *, metric: str, mode: str, step: int
+    before: dict[str, Any] | None,
+    value: float,
+    checkpoints: Checkpoints,
+    *,
+    metric: str,
+    mode: str,
+    step: int,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Return the best evaluation so far, which is that of `step` if its `value` is better than `before`. Collective.
 
-    One whose checkpoint could not be written does not count: its weights are gone.
+    One whose checkpoint could not be written does not count: its weights are gone. facts: more about this evaluation.
     """
     if before and checkpoints.has_failed(before["step"]):
         before = checkpoints.best
     if before and not is_better(value, before["value"], mode=mode):
         return before
-    return {"metric": metric, "value": value, "step": step, "mode": mode}
+    return {"metric": metric, "value": value, "step": step, "mode": mode, **facts}
 
 
 def known_best(folder: Path, saved: Saved, own: Storage) -> dict[str, Any] | None:
@@ -53,9 +60,20 @@ def known_best(folder: Path, saved: Saved, own: Storage) -> dict[str, Any] | Non
     return best and {**best, "mode": best.get("mode") or direction_before(best["metric"])}
 
 
-def change_of_search(best: dict[str, Any] | None, metric: str, mode: str, *, key: str, step: int) -> str:
-    """Return the line that says that `best` is of another metric or mode, so that the search begins anew; empty if it is not."""
-    if best is None or (best["metric"], best["mode"]) == (metric, mode):
+def change_of_search(
+    best: dict[str, Any] | None, metric: str, mode: str, *, key: str, step: int, data: str = "", ranks: int = 0
+) -> str:
+    """Return the line that says why a value of now is not compared with `best`, so that the search begins anew; empty if it is.
+
+    data: fingerprint of what is evaluated, if it is known. ranks: their number if the evaluation draws random numbers, else 0.
+    """
+    if best is None:
         return ""
-    was = f"{best['mode']} {best['metric']}"
-    return f"{key}={metric} ({mode}) was {was}: the search for the best starts again at step {step}"
+    why, before = "", best.get("data", "")
+    if (best["metric"], best["mode"]) != (metric, mode):
+        why = f"was {best['mode']} {best['metric']}"
+    elif data and before and data != before:
+        why = f"was measured on other data at step {best['step']}"
+    elif ranks != best.get("ranks", 0):
+        why = f"follows from random numbers, and at step {best['step']} from those of {best.get('ranks', 0) or 'no'} ranks, now of {ranks or 'none'}"
+    return why and f"{key}={metric} ({mode}) {why}: the search for the best starts again at step {step}"

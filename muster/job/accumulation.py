@@ -94,6 +94,14 @@ class Accumulation:
         """Return True in an optimizer's step, which may have collectives, or after one that the job has not counted."""
         return bool(self._stepped or self._begun)
 
+    def refuse_early(self) -> None:
+        """Raise ConfigError after an optimizer's step in a micro-batch that does not end its step."""
+        if self._stepped:
+            name = min(self._stepped)
+            raise ConfigError(
+                f"{name}.step() came before the step's last micro-batch: add up gradients, and call it if job.ends_step"
+            )
+
     def refuse(self, what: str) -> None:
         """Raise ConfigError after an optimizer's step that the job has not counted: weights and position do not fit."""
         if self._stepped:

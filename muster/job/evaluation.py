@@ -21,6 +21,7 @@ from muster.world.counts import OF, SEEN, means, unpaired
 from muster.world.dtensor import in_pieces
 from muster.world.group import World
 
+DRAWN = "/drawn"
 Measure = Callable[[Any], Mapping[str, Tensor | tuple[Tensor, Tensor]]]
 """A batch -> name -> one value per sample, [B], or a pair of them: the sums of each sample, and what their mean is over."""
 
@@ -34,8 +35,8 @@ def evaluate(
     modules: Iterable[nn.Module],
     loader: LoaderConfig,
     begin: Callable[[], bool],
-) -> dict[str, float] | None:
-    """Return the means of `measure` over `dataset`; None if the ranks agreed to stop before the end.
+) -> tuple[dict[str, float], bool] | None:
+    """Return the means of `measure` over `dataset`, and whether it draws random numbers; None if the ranks agreed to stop before the end.
 
     Collective. See `Job.evaluate`.
 
@@ -53,13 +54,25 @@ def evaluate(
     modules, taken = [*modules], batches(dataset, plan, range(plan.steps_per_epoch), loader)
 
     def sums_of(batch: Batch) -> dict[str, Any]:
+        before = _generators(world.device)
         found = _checked(measure(batch.inputs), size=max(1, batch.count))
+        has_drawn = any(not torch.equal(*both) for both in zip(before, _generators(world.device), strict=True))
         # a rank without samples gets one that does not count
-        return {SEEN: batch.count} | {name: values[: batch.count].double().sum() for name, values in found.items()}
+        sums = {name: values[: batch.count].double().sum() for name, values in found.items()}
+        return {SEEN: batch.count, DRAWN: float(has_drawn)} | sums
 
     with torch.no_grad(), evaluating(modules), as_saved(modules, world):
         sums = sums_over(taken, sums_of, world=world, seed=loader.seed, begin=begin)
-    return None if sums is None else means(sums)
+    if sums is None:
+        return None
+    has_drawn = sums.pop(DRAWN) > 0
+    return means(sums), has_drawn
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators, from which a measure may draw."""
+    found = [torch.get_rng_state()]
+    return [*found, torch.cuda.get_rng_state(device)] if device.type == "cuda" else found
 
 
 @contextlib.contextmanager

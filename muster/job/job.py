@@ -252,7 +252,9 @@ class Job(JobOptions):
         if portion.of is not None:
             weight = portion.of
         services.note(known, weight=weight if samples is None else samples)
-        if portion.ends:
+        if not portion.ends:
+            services.tracked.accumulation.refuse_early()
+        else:
             services.advance(samples=portion.total or (samples or 0) * self.world_size)
         if not services.batch_source:
             services.end_step()
@@ -302,7 +304,8 @@ class Job(JobOptions):
         Args:
             dataset: a data set with `__len__` and `__getitem__`.
             measure: gets a batch on the device, and returns name -> tensor [B], one value per sample; or a pair (sums, counts)
-                of them, for a mean over something else than samples, such as tokens.
+                of them, for a mean over something else than samples, such as tokens. Random numbers that it draws follow from `seed`, the
+                batch and the number of ranks; those that `dataset` draws, from `seed` and the sample.
             batch_size: samples per batch over all ranks.
             num_workers: as for `batches`.
             collate_fn: as for `batches`.
@@ -319,7 +322,7 @@ class Job(JobOptions):
 
         def measured() -> dict[str, float] | None:
             with services.evaluating():
-                return evaluate(
+                found = evaluate(
                     dataset,
                     measure,
                     batch_size=batch_size,
@@ -328,13 +331,14 @@ class Job(JobOptions):
                     loader=self._loader(num_workers, collate_fn),
                     begin=lambda: services.goes_on("evaluation"),
                 )
+            return None if found is None else services.drawn(*found)
 
         values = services.running.evaluate(measured, epoch=services.epoch)
         if values is None:
             services.stop()
         services.peers.heartbeat.enter("step", self.steps_done)
         if best is not None:
-            services.choose(values, metric=best, mode=best_mode, samples=len(dataset))
+            services.choose(values, dataset, metric=best, mode=best_mode)
         return values
 
     def sum(self, value: float | Tensor) -> float:
@@ -417,7 +421,7 @@ class Job(JobOptions):
     def weight(self) -> float:
         """What to multiply a mean loss over this rank's samples by, for the exact mean gradient over the global batch.
 
-        1 if all ranks have equally many samples of the step, 0 on a rank that has none: its batch is one sample that
+        1 if a step has one batch and all ranks have equally many samples of it, 0 on a rank that has none: its batch is one sample that
         does not count. With `batches(count=...)`, the same of what that counts.
         """
         self._is_weighed = True

@@ -39,7 +39,7 @@ from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, mov
 from muster.job.bootstrap import Bootstrap, end_alike
 from muster.job.carried_state import BEST, COUNT, STATE, carried
 from muster.job.options import JobOptions, as_yaml, loggers_of, own_before, own_of, run_options_of
-from muster.job.own_objects import OwnDraws, OwnNumbers
+from muster.job.own_objects import OwnDraws, OwnNumbers, OwnTensors
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import JobTrainee, Reached, seed_step
@@ -78,6 +78,10 @@ REMEDIES = {
     COUNT: "; give it to job.step(name=value) or job.log, whose means go on, or follow it from job.steps_done",
     BEST: "; let job.evaluate(..., best=name) choose, and read job.best, or follow it from job.steps_done",
 }
+FORGOTTEN = (
+    "{name} is changed by the loop and is not tracked: a resume, or the death of a rank, would begin it anew; name it: track({short}={name}), which "
+    "takes a module, or any object with state_dict() and load_state_dict()"
+)
 OWN_NUMBERS = (
     "{names} {verb} changed by the loop and in no checkpoint: a resume, or the death of a rank, begins {them} anew; track an object that has such "
     "numbers in its state_dict(), let job.evaluate(..., best=name) choose the best, or follow them from job.steps_done"
@@ -87,7 +91,12 @@ MODE = (
     "after an evaluation of your own; job.evaluate does so"
 )
 NAMED = 4
+DRAWN_THERE = (
+    "the function of evaluate() draws random numbers: its values depend on the number of ranks and on batch_size; draw them in the data set, which "
+    "seeds each sample, or compare values of as many ranks only"
+)
 BEYOND = "the run is at step {step}, and batches() ends with step {steps}: nothing is trained, and model.pt has the weights of step {step}"
+OWN_CHANGED = "values of own= have changed since {path} was written: {values}"
 OWN_GENERATOR = (
     "the loop draws from {name}, which no checkpoint has: a resume, or the death of a rank, begins it anew, unless your code seeds it from "
     "job.steps_done; draw from the global generators of Python, NumPy or torch, which are saved"
@@ -103,6 +112,8 @@ BUFFERS = (
 )
 LOOKS = 100
 EVALUATED = 8
+SAME = 1e-3
+"""A relative difference of what is measured twice, on a GPU."""
 BEST_KEY, MODES = "evaluate(): best", ("auto", "min", "max")
 BODY_S = 10.0
 """How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
@@ -174,14 +185,17 @@ class LoopServices:
         self._has_seen_batch = False
         self.best: dict[str, Any] | None = None
         """The best evaluation so far (attempt/best.py)."""
-        self._search: tuple[str, str, int] | None = None
-        """The metric and the direction by which this attempt has chosen it, and the number of samples."""
+        self._search: tuple[tuple[str, str, str], int, float] | None = None
+        """By which metric, direction and data this attempt has last chosen it; at which step, and the value."""
+        self._has_drawn = False
+        """Whether the last evaluation has drawn random numbers."""
         self._evaluated: list[Callable[[], Any]] = []
         """The data sets of the first evaluations, held weakly."""
         self._stepped = set[int]()
         """The optimizers that have made a step, tracked or not."""
         self._latest = 0.0
-        self._has_looked, self._own_draws, self._own_numbers = False, OwnDraws(), OwnNumbers()
+        self._has_looked = False
+        self._own_draws, self._own_numbers, self._own_tensors = OwnDraws(), OwnNumbers(), OwnTensors()
         self._has_trained = set[str]()
         """The modules that were in training mode at a step."""
         self._looks = 0 if tracked.optimizers or tracked.others else LOOKS
@@ -251,6 +265,9 @@ class LoopServices:
             self._refuse_data(facts)
             self._refuse_length()
             self._refuse_whole(batch_source)
+        own, before = own_of(self.options), own_before(self.options)
+        changed = [name for name in own.keys() & before.keys() if str(own[name]) != str(before[name])]
+        self._own_changed = [f"{name}={before[name]} is now {own[name]}" for name in sorted(changed)]
         self.world.on_first(partial(self._write_config, facts))
         opened = partial(
             open_records,
@@ -277,6 +294,8 @@ class LoopServices:
     def _notes(self, fingerprint: str) -> Iterator[str]:
         if text := note_of(fingerprint):
             yield text
+        if self._own_changed and (saved := self.start.saved):
+            yield OWN_CHANGED.format(values=", ".join(self._own_changed), path=saved.path)
         if self.batch_source and self.reached.step > self.total_steps:
             yield BEYOND.format(step=self.reached.step, steps=self.total_steps)
         for name, state in hooks_with_state(self.tracked.modules.values()) if self.world.size > 1 else ():
@@ -438,11 +457,15 @@ class LoopServices:
         """Note what the step has changed in objects of the script's own that are not tracked."""
         if self._own_draws.looks < 0 and not self.owes_save:
             return
-        frame, step = sys._getframe(), self.reached.step
-        if drawn := self._own_draws.drawn(frame):
+        step = self.reached.step
+        if drawn := self._own_draws.drawn(sys._getframe()):
             self.tell_once("own generator", OWN_GENERATOR.format(name=drawn))
+        for name, is_module in self._own_tensors.changed() if self._own_draws.looks >= 0 else ():
+            if is_module and self.begins and step == 1:
+                raise ConfigError(FORGOTTEN.format(name=name, short=name.rpartition(".")[2]))
+            self.tell_once(f"own {name}", FORGOTTEN.format(name=name, short=name.rpartition(".")[2]))
         known = {step, step - 1, self.epoch, self.epoch + 1}
-        found = self._own_numbers.changed(frame, self._apart, known=known, is_due=self.owes_save)
+        found = self._own_numbers.changed(sys._getframe(), self._apart, known=known, is_due=self.owes_save)
         if found:
             names = [*found[:NAMED], *(["..."] if found[NAMED:] else [])]
             verb, them = ("is", "it") if len(found) == 1 else ("are", "them")
@@ -476,6 +499,9 @@ class LoopServices:
         if self._own_draws.looks >= 0:
             self._own_draws.begin(sys._getframe())
             self._own_numbers.begin(sys._getframe(), self._apart)
+            known = {id(each) for each in (*self.tracked.parameters(), *self.tracked.buffers().values())}
+            is_last = self._own_draws.looks < 0
+            self._own_tensors.begin(None if is_last else sys._getframe(), known, self.tracked.holds)
 
     def log(self) -> None:
         """Write a `train` record of the steps since the last one. Waits for the device. Collective."""
@@ -727,8 +753,15 @@ class LoopServices:
         found: dict[str, Any] | None = self.world.on_first(partial(known_best, self.folder.path, saved, own))
         return found
 
-    def choose(self, values: Mapping[str, float], *, metric: str, mode: str, samples: int) -> None:
-        """Save this step if an evaluation of `samples` samples is the best so far. Collective.
+    def drawn(self, values: dict[str, float], has_drawn: bool) -> dict[str, float]:
+        """Note that an evaluation draws random numbers, if it does; return its values."""
+        self._has_drawn = has_drawn
+        if has_drawn:
+            self.tell_once("drawn in evaluate", DRAWN_THERE)
+        return values
+
+    def choose(self, values: Mapping[str, float], dataset: Any, *, metric: str, mode: str) -> None:
+        """Save this step if its evaluation on `dataset` is the best so far. Collective.
 
         One before the first step does not count, nor one of an attempt that has not asked for the batches that are left.
         """
@@ -739,21 +772,29 @@ class LoopServices:
             raise ConfigError(
                 f"{BEST_KEY}={metric}: its name does not say whether less or more of it is better: write best_mode='min', or 'max'"
             )
-        search = self._search = self._search or (metric, mode, samples)
-        if search != (metric, mode, samples):
-            raise ConfigError(
-                f"{BEST_KEY}={metric} ({mode}) over {samples} samples: this run chooses by {search[0]} ({search[1]}) over {search[2]}; give best= "
-                "to one evaluation, and names of their own to the values of others"
-            )
-        step = self.reached.step
+        step, data = self.reached.step, self.world.broadcast(fingerprint(dataset, texts=False))
+        self._refuse_second_choice((metric, mode, data), value)
         if not step or self.is_untrained:
             return
-        if text := change_of_search(self.best, metric, mode, key=BEST_KEY, step=step):
+        facts = {"data": data, "ranks": self.world.size if self._has_drawn else 0}
+        if text := change_of_search(self.best, metric, mode, key=BEST_KEY, step=step, **facts):
             self.running.records.event("note", text=text)
             self.best = None
-        self.best = best_of(self.best, value, self.running.checkpoints, metric=metric, mode=mode, step=step)
+        self.best = best_of(self.best, value, self.running.checkpoints, metric=metric, mode=mode, step=step, **facts)
         if self.best["step"] == step:
             self.ask_to_save()
+
+    def _refuse_second_choice(self, search: tuple[str, str, str], value: float) -> None:
+        """Raise ConfigError if this attempt chooses by another evaluation, too: of other data, or with another value at this step."""
+        before, self._search = self._search or (search, -1, value), (search, self.reached.step, value)
+        only = "one evaluation of a job chooses the best: give best= to one, and names of their own to the values of others"
+        (metric, mode, data), step, other = before
+        if search != before[0]:
+            what = f"{search[0]} ({search[1]})", f"{metric} ({mode})"
+            more = " on other data" if data != search[2] else ""
+            raise ConfigError(f"{BEST_KEY} chooses by {what[0]}, and has chosen by {what[1]}{more}: {only}")
+        if step == self.reached.step and not math.isclose(value, other, rel_tol=SAME, abs_tol=SAME):
+            raise ConfigError(f"{BEST_KEY}={metric} is {other:.6g} and then {value:.6g} at step {step}: {only}")
 
     def see_batch(self, batch: Any) -> None:
         """Record a note if the first batch of the loop's own loader is the same on all ranks. Collective."""

@@ -1,4 +1,4 @@
-"""What the script's own objects keep of the steps, and no checkpoint has: generators, and numbers in attributes and global names.
+"""What the script's own objects keep of the steps, and no checkpoint has: generators, weights, and numbers in attributes and global names.
 
 They are found by the variables of the functions around the loop, and of their modules. Only values are looked at: nothing is attached to the
 objects.
@@ -14,6 +14,9 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
+from torch import Tensor, nn
+
+from muster.checkpoint.tensor_versions import Changes
 from muster.code_location import is_own
 from muster.data.own_generators import KINDS, OwnGenerators, is_global, is_of_user
 from muster.job.carried_state import Loop, assigned, loop_of, own_frames, parts, values_of
@@ -86,6 +89,55 @@ class OwnNumbers:
             of_loops = {name for loop in loops for name in assigned([loop])}  # which `carried` looks at
             found = [name for name in found if name not in of_loops]
         return found
+
+
+class OwnTensors:
+    """Modules, and dicts and lists of tensors, of the script's own that are not tracked, to see which of them a loop changes: an average, a critic."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[bool, Changes]] = {}
+        self._held: dict[int, bool] = {}
+
+    def begin(self, frame: FrameType | None, known: Collection[int], holds: Callable[[object], bool]) -> None:
+        """Look at them before a step's body. frame: None lets go of them. known: ids of tracked tensors. holds: whether a tracked object has another."""
+        self._before = {}
+        for name, value in _named(frame):
+            named = [(each, tensor) for each, tensor in _tensors(value) if id(tensor) not in known]
+            if named and id(value) not in self._held:
+                self._held[id(value)] = holds(value)
+            if named and not self._held[id(value)]:
+                self._before[name] = isinstance(value, nn.Module), Changes(named)
+        for _, each in self._before.values():
+            each.look()
+
+    def changed(self) -> list[tuple[str, bool]]:
+        """Return the names of those that have changed since `begin`, and whether each is a module."""
+        found = self._before.items()
+        return [(name, is_module) for name, (is_module, each) in found if each.changed() or each.changed_unseen()]
+
+
+def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+    """Yield the values of variables around a loop, and of what those hold that are the script's own, each once."""
+    seen = set[int]()
+    for each in own_frames(frame):
+        code = each.f_code
+        local = values_of(each, [*code.co_varnames, *code.co_cellvars, *code.co_freevars])
+        for name, value in {**each.f_globals, **local}.items():
+            inner = {} if isinstance(value, nn.Module | dict) else _inner(value)
+            for full, part in ((name, value), *((f"{name}.{key}", part) for key, part in inner.items())):
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    yield full, part
+
+
+def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a module, or the tensors of a dict or list that have several numbers."""
+    if isinstance(value, nn.Module):
+        yield from value.named_parameters()
+    elif isinstance(value, dict | list) and len(value) <= MOST:
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(each, Tensor) and each.is_floating_point() and each.numel() > 1:
+                yield str(name), each
 
 
 def _has_changed(before: float, now: float, known: Collection[int]) -> bool:

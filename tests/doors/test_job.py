@@ -424,7 +424,8 @@ def improve(value):
     global best
     best = max(value, best)
 def main(job):
-    net = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1))
+    net, average = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1)), nn.Linear(1, 1)
+    net = nn.parallel.DistributedDataParallel(net) if job.world_size > 1 else net
     optimizer, stopping, kept = torch.optim.Adam(net.parameters()), Stopping(), Kept()
     job.track(model=net, **({} if "UNTRACKED" in os.environ else {"optimizer": optimizer, "kept": kept}))
     for x in job.batches(torch.ones(16, 1), batch_size=4, epochs=2):
@@ -433,13 +434,16 @@ def main(job):
         optimizer.step()
         optimizer.zero_grad()
         job.step(loss=loss)
+        if os.environ.get("AVERAGES") in ("both", str(job.rank)):
+            for each, other in zip(average.parameters(), net.parameters()):
+                each.data.mul_(0.9).add_(other.data, alpha=0.1)
         if job.ends_epoch:
             for each in (stopping, kept):
                 each(loss.item(), job.steps_done)
             improve(1 / job.steps_done)
             state["best"] = loss.item()
             net.eval()
-muster.Job("run", tensorboard=False).run(main)
+muster.Job("run", tensorboard=False, own={"AVERAGES": os.environ.get("AVERAGES")}, timeout_s=20).run(main)
 """
 
 
@@ -456,6 +460,15 @@ def test_what_the_script_s_own_objects_remember_is_noted_or_refused(place):
     assert mode.startswith("model is trained in evaluation mode at step 5, and was in training mode before"), mode
     refused = run(bare, script="remembers", to="", code=2, UNTRACKED="1")
     assert refused.outcome["error"].startswith("Adam steps the model and is not tracked"), refused.outcome
+
+
+@pytest.mark.parametrize("ranks", ["both", "0"])
+def test_a_module_that_the_loop_changes_is_refused_unless_it_is_tracked(place, ranks):
+    folder = place("averages")
+    (folder / "remembers.py").write_text(REMEMBERS)
+    refused = run(folder, script="remembers", to="", code=1, ranks=2, AVERAGES=ranks)
+    assert refused.outcome["exit_code"] == 2, refused.out
+    assert "average is changed by the loop and is not tracked" in refused.outcome["error"], refused.outcome
 
 
 APART = """

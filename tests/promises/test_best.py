@@ -1,6 +1,7 @@
 """`checkpoint.best` keeps the best evaluation, whichever direction is the better one, and metrics are those of all samples."""
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -360,11 +361,12 @@ def test_a_run_that_failed_has_no_word_in_what_a_sweep_is_compared_by(tmp_path):
     assert best_in(tmp_path)[0].folder.name == "a"
 
 
-def chosen(folder, **env):
-    """Return a run of kit/loops/chooses.py on one rank."""
+def chosen(folder, *, ranks=1, **env):
+    """Return a run of kit/loops/chooses.py."""
     folder.mkdir(exist_ok=True)
     shutil.copy(ROOT / "tests/kit/loops/chooses.py", folder)
-    line = [sys.executable, "-m", "chooses", "run"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    line = [sys.executable, *torchrun, "-m", "chooses", "run"]
     return finish(warm.Popen(line, env=environment(**env), cwd=folder), folder / "run")
 
 
@@ -415,10 +417,31 @@ def test_an_evaluation_after_the_checkpoint_of_its_step_is_the_best_one_after_a_
 @pytest.mark.parametrize(
     ("form", "said"),
     [
-        ("other", "best=accuracy (max) over 96 samples: this run chooses by loss (min) over 64"),
+        (
+            "other",
+            "best chooses by accuracy (max), and has chosen by loss (min) on other data: one evaluation of a job",
+        ),
+        ("twice", "at step 4: one evaluation of a job chooses the best"),
         ("score", "best=score: its name does not say whether less or more of it is better"),
     ],
 )
 def test_a_choice_that_is_not_clear_is_refused(tmp_path, form, said):
     done = chosen(tmp_path / "job", FORM=form)
     assert done.outcome["exit_code"] == 2 and said in done.outcome["error"], done.out
+
+
+def test_a_value_on_other_data_or_of_other_random_numbers_is_not_compared_with_the_best_so_far(tmp_path):
+    chosen(tmp_path / "data", STOP_AT="14")
+    again = chosen(tmp_path / "data", FORM="fewer", STOP_AT="22")
+    [note] = [line["text"] for line in again.events("note")]
+    assert re.fullmatch(
+        r"evaluate\(\): best=loss \(min\) was measured on other data at step \d+: the search .* again at step 16", note
+    )
+    best = json.loads((again.folder / "best.json").read_text())
+    assert best["value"] == min(line["loss"] for line in again.lines("eval") if line["step"] > 14)
+
+    chosen(tmp_path / "draws", FORM="draws", STOP_AT="14")
+    again = chosen(tmp_path / "draws", FORM="draws", STOP_AT="22", ranks=2)
+    drawn, *_, anew = [line["text"] for line in again.events("note")]
+    assert drawn.startswith("the function of evaluate() draws random numbers: its values depend on the number of ranks")
+    assert re.search(r"follows from random numbers, and at step \d+ from those of 1 ranks, now of 2: the search", anew)

@@ -1,7 +1,7 @@
 """A loop that keeps its best evaluation and stops early: `python chooses.py FOLDER`; FAULTS kills ranks (kit/faults.py).
 
-FORM: own: the loop iterates by itself, and evaluates after the checkpoint of the step; other: a second metric chooses, too; score: a name
-that says no direction; alone: it only evaluates. STOP_AT: a step in whose body SIGTERM comes.
+FORM: own: the loop iterates by itself, and evaluates after the checkpoint of the step; other: a second evaluation chooses, too, and twice: of
+another model; score: a name that says no direction; alone: it only evaluates; fewer: on fewer samples; draws: with noise. STOP_AT: a step in whose body SIGTERM comes.
 """
 
 import os
@@ -25,6 +25,7 @@ INPUTS = torch.randn(160, 8, generator=GENERATOR)
 TARGETS = (INPUTS @ torch.randn(8, 4, generator=GENERATOR) + 3 * torch.randn(160, 4, generator=GENERATOR)).argmax(1)
 DATA = torch.utils.data.TensorDataset(INPUTS[:96], TARGETS[:96])
 TEST = torch.utils.data.TensorDataset(INPUTS[96:], TARGETS[96:])
+FEWER = torch.utils.data.Subset(TEST, range(40))
 
 
 def steps(job):
@@ -47,7 +48,7 @@ def main(job):
     job.track(model=model, optimizer=optimizer)
 
     def measure(batch):
-        output = net(batch[0])
+        output = net(batch[0]) + (torch.rand(len(batch[0]), 1) if FORM == "draws" else 0)
         loss = cross_entropy(output, batch[1], reduction="none")
         return {"loss": loss, "score": -loss, "accuracy": (output.argmax(1) == batch[1]).float()}
 
@@ -70,7 +71,9 @@ def main(job):
             os.kill(os.getpid(), signal.SIGTERM)
         if job.steps_done % 4:
             continue
-        job.evaluate(TEST, measure, best=chosen_by)
+        job.evaluate(FEWER if FORM == "fewer" else TEST, measure, best=chosen_by)
+        if FORM == "twice":
+            job.evaluate(TEST, lambda batch: {"loss": 2 * measure(batch)["loss"]}, best=chosen_by)
         if FORM == "other":
             job.evaluate(DATA, measure, best="accuracy")
         fault("evaluated", job.steps_done)
