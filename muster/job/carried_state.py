@@ -104,7 +104,11 @@ def _counted(loop: Loop) -> set[str]:
             found |= {*assigned(part.targets)} & _loaded(part.value)
         if isinstance(part, ast.AugAssign | ast.Assign) and "time" in _loaded(part.value):
             timed |= {*assigned([part])}
-    return found - timed
+    steps = (part for part in parts(loop) if isinstance(part, ast.If) and "ends_step" in ast.unparse(part.test))
+    sets = (each for part in steps for each in ast.walk(part) if isinstance(each, ast.Assign))
+    return (
+        found - timed - {*assigned([each for each in sets if isinstance(each.value, ast.Constant)])}
+    )  # 0 in each step
 
 
 def parts(loop: Loop) -> Iterator[ast.AST]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DistributedSampler
 
 from muster import outcome
 from muster.attempt.attempt import Attempt, open_checkpoints
@@ -105,12 +106,16 @@ OWN_LOADER = (
     "the loop reads a DataLoader by itself: after a resume, or the death of a rank, it begins with the loader's first batch again, unless your code goes "
     "on from job.steps_done{more}; give the loader to job.batches(), which goes on with the next batch"
 )
+SAME_ORDER = (
+    "the loop's DistributedSampler has the same epoch as an epoch ago, so the samples come in the same order: call sampler.set_epoch(epoch), or give "
+    "the loader to job.batches(), which does"
+)
 UNDIVIDED = ", and its {sampler} does not divide the samples among the ranks"
 BUFFERS = (
     "{name} was another on each of the {before} ranks that saved it, and here are {now}: all go on with rank 0's, so what follows from it is not as "
     "in an undisturbed run; resume with {before} ranks if it holds samples of each rank"
 )
-LOOKS = 100
+LOOKS = OWN_LOOKS = 100
 EVALUATED = 8
 SAME = 1e-3
 """A relative difference of what is measured twice, on a GPU."""
@@ -187,6 +192,8 @@ class LoopServices:
         """The best evaluation so far (attempt/best.py)."""
         self._search: tuple[tuple[str, str, str], int, float] | None = None
         """By which metric, direction and data this attempt has last chosen it; at which step, and the value."""
+        self._chosen_on: tuple[Callable[[], Any], str] | None = None
+        """The data set of the last evaluation that has chosen, held weakly, and its fingerprint."""
         self._has_drawn = False
         """Whether the last evaluation has drawn random numbers."""
         self._evaluated: list[Callable[[], Any]] = []
@@ -196,6 +203,10 @@ class LoopServices:
         self._latest = 0.0
         self._has_looked = False
         self._own_draws, self._own_numbers, self._own_tensors = OwnDraws(), OwnNumbers(), OwnTensors()
+        self._own_sampler: tuple[ref[DistributedSampler[Any]], int, int] | None = None
+        """The sampler of the loop's own loader, its epoch after the first step, and a step of the next one."""
+        self._looks_at_own = OWN_LOOKS
+        """The steps in which they are still looked at; numbers are later, too, before each checkpoint."""
         self._has_trained = set[str]()
         """The modules that were in training mode at a step."""
         self._looks = 0 if tracked.optimizers or tracked.others else LOOKS
@@ -428,6 +439,10 @@ class LoopServices:
             self._has_looked = True
             self._look_once()
         self._look_at_own()
+        if self._own_sampler and self.reached.step == self._own_sampler[2]:
+            sampler = self._own_sampler[0]()
+            if sampler is not None and sampler.epoch == self._own_sampler[1]:
+                self.tell_once("set_epoch", SAME_ORDER)
         self.tracked.accumulation.end_step()
         self.trainee.end_step()
         self.is_within = False
@@ -452,20 +467,23 @@ class LoopServices:
             apart = self.world.size > 1 and is_undivided(batches)
             more = UNDIVIDED.format(sampler=type(batches.sampler).__name__) if apart else ""
             self.tell_once("own loader", OWN_LOADER.format(more=more))
+            if isinstance(batches.sampler, DistributedSampler) and batches.sampler.shuffle:
+                self._own_sampler = ref(batches.sampler), batches.sampler.epoch, self.reached.step + len(batches)
 
     def _look_at_own(self) -> None:
         """Note what the step has changed in objects of the script's own that are not tracked."""
-        if self._own_draws.looks < 0 and not self.owes_save:
+        if self._looks_at_own < 0 and not self.owes_save:
             return
         step = self.reached.step
         if drawn := self._own_draws.drawn(sys._getframe()):
             self.tell_once("own generator", OWN_GENERATOR.format(name=drawn))
-        for name, is_module in self._own_tensors.changed() if self._own_draws.looks >= 0 else ():
-            if is_module and self.begins and step == 1:
-                raise ConfigError(FORGOTTEN.format(name=name, short=name.rpartition(".")[2]))
-            self.tell_once(f"own {name}", FORGOTTEN.format(name=name, short=name.rpartition(".")[2]))
+        for name, is_module in self._own_tensors.changed() or ():
+            text = FORGOTTEN.format(name=name, short=name.rpartition(".")[2])
+            if is_module and self.begins and step == (1 if self.batch_source else 2):
+                raise ConfigError(text)
+            self.tell_once(f"own {name}", text)
         known = {step, step - 1, self.epoch, self.epoch + 1}
-        found = self._own_numbers.changed(sys._getframe(), self._apart, known=known, is_due=self.owes_save)
+        found = self._own_numbers.changed(sys._getframe(), self._apart, known=known)
         if found:
             names = [*found[:NAMED], *(["..."] if found[NAMED:] else [])]
             verb, them = ("is", "it") if len(found) == 1 else ("are", "them")
@@ -496,12 +514,15 @@ class LoopServices:
         self.bootstrap.kept.has_worked = True
         if not self.running.begin("step"):
             self.stop()
-        if self._own_draws.looks >= 0:
-            self._own_draws.begin(sys._getframe())
+        self._looks_at_own -= 1
+        if self._looks_at_own == OWN_LOOKS - 1:
             self._own_numbers.begin(sys._getframe(), self._apart)
+        if self._looks_at_own >= 0:
             known = {id(each) for each in (*self.tracked.parameters(), *self.tracked.buffers().values())}
-            is_last = self._own_draws.looks < 0
-            self._own_tensors.begin(None if is_last else sys._getframe(), known, self.tracked.holds)
+            self._own_draws.begin(sys._getframe())
+            self._own_tensors.begin(sys._getframe(), known, self.tracked.holds)
+        elif self._looks_at_own == -1:
+            self._own_draws, self._own_tensors = OwnDraws(), OwnTensors()  # which hold some no longer
 
     def log(self) -> None:
         """Write a `train` record of the steps since the last one. Waits for the device. Collective."""
@@ -726,10 +747,7 @@ class LoopServices:
         if self.world.size == 1 or self.world.lowest(is_new) is None:
             return
         self.peers.heartbeat.enter("evaluation", self.reached.step)
-        try:
-            self._evaluated.append(ref(dataset))
-        except TypeError:  # a list, for example
-            self._evaluated.append(lambda: dataset)
+        self._evaluated.append(_weakly(dataset))
         remedy = (
             "give all ranks the same samples, in the same order; the first and the last one are compared, without texts"
         )
@@ -772,17 +790,27 @@ class LoopServices:
             raise ConfigError(
                 f"{BEST_KEY}={metric}: its name does not say whether less or more of it is better: write best_mode='min', or 'max'"
             )
-        step, data = self.reached.step, self.world.broadcast(fingerprint(dataset, texts=False))
+        step, data = self.reached.step, self._fingerprint(dataset)
         self._refuse_second_choice((metric, mode, data), value)
         if not step or self.is_untrained:
             return
-        facts = {"data": data, "ranks": self.world.size if self._has_drawn else 0}
+        facts: dict[str, Any] = {"data": data, "ranks": self.world.size if self._has_drawn else 0}
         if text := change_of_search(self.best, metric, mode, key=BEST_KEY, step=step, **facts):
             self.running.records.event("note", text=text)
             self.best = None
         self.best = best_of(self.best, value, self.running.checkpoints, metric=metric, mode=mode, step=step, **facts)
         if self.best["step"] == step:
             self.ask_to_save()
+
+    def _fingerprint(self, dataset: Any) -> str:
+        """Return rank 0's fingerprint of an evaluation's data set, looked at once. Collective."""
+        is_same = self._chosen_on is not None and self._chosen_on[0]() is dataset
+        if self.world.lowest(not is_same) is not None or self._chosen_on is None:
+            self.peers.heartbeat.enter("evaluation", self.reached.step)
+            data = self.world.on_first(lambda: fingerprint(with_length(dataset, "evaluate"), texts=False))
+            self._chosen_on = _weakly(dataset), data
+            self.peers.heartbeat.enter("step", self.reached.step)
+        return self._chosen_on[1]
 
     def _refuse_second_choice(self, search: tuple[str, str, str], value: float) -> None:
         """Raise ConfigError if this attempt chooses by another evaluation, too: of other data, or with another value at this step."""
@@ -891,3 +919,10 @@ class LoopServices:
 
 def _listed(value: Any) -> Any:
     return ", ".join(value) if isinstance(value, list) else value
+
+
+def _weakly(thing: Any) -> Callable[[], Any]:
+    try:
+        return ref(thing)
+    except TypeError:  # a list, for example
+        return lambda: thing

@@ -7,6 +7,7 @@ objects.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import time
 from argparse import Namespace
@@ -21,8 +22,6 @@ from muster.code_location import is_own
 from muster.data.own_generators import KINDS, OwnGenerators, is_global, is_of_user
 from muster.job.carried_state import Loop, assigned, loop_of, own_frames, parts, values_of
 
-LOOKS = 100
-"""The first steps, in which generators and numbers are looked at; numbers also before each checkpoint."""
 MOST = 1_000
 """The most items of a dict that is looked at."""
 TIMED = ("time", "elapsed", "second", "duration", "clock")
@@ -30,21 +29,37 @@ TIMED = ("time", "elapsed", "second", "duration", "clock")
 DAY_S = 86_400.0
 
 
+def harmless(look: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `look` so that an object of the script's own that cannot be looked at ends no run: then it finds nothing any more."""
+
+    @functools.wraps(look)
+    def tried(self: Any, *given: Any, **named: Any) -> Any:
+        if self.is_broken:
+            return None
+        try:
+            return look(self, *given, **named)
+        except Exception:
+            self.is_broken = True
+            return None
+
+    return tried
+
+
 class OwnDraws:
     """Generators of the script's own, to see from which of them a loop's body draws."""
 
     def __init__(self) -> None:
-        self.looks, self._before = LOOKS, list[tuple[str, str, OwnGenerators, list[Any]]]()
+        self.is_broken, self._before = False, list[tuple[str, str, OwnGenerators, list[Any]]]()
 
+    @harmless
     def begin(self, frame: FrameType | None) -> None:
         """Look at them once the batch is there: what gives batches seeds those from which it draws. frame: of a call from the loop."""
-        self.looks, self._before = self.looks - 1, []
-        if self.looks >= 0:
-            found = {id(each): (name, each) for own in own_frames(frame) for name, each in _generators(own)}
-            own = [(name, type(each).__name__, OwnGenerators(each)) for name, each in found.values()]
-            self._before = [(name, kind, each, each.states()) for name, kind, each in own]
+        found = {id(each): (name, each) for own in own_frames(frame) for name, each in _generators(own)}
+        own = [(name, type(each).__name__, OwnGenerators(each)) for name, each in found.values()]
+        self._before = [(name, kind, each, each.states()) for name, kind, each in own]
 
-    def drawn(self, frame: FrameType | None) -> str:
+    @harmless
+    def drawn(self, frame: FrameType | None) -> str | None:
         """Return the first one that has drawn since `begin`, and its kind; empty if none has, or the loop seeds it itself."""
         drawn = {name: kind for name, kind, each, before in self._before if each.have_drawn(before)}
         if drawn:
@@ -61,22 +76,22 @@ class OwnNumbers:
     """
 
     def __init__(self) -> None:
-        self._looks, self._before = LOOKS, dict[str, float]()
+        self.is_broken, self._before = False, dict[str, float]()
 
+    @harmless
     def begin(self, frame: FrameType | None, apart: Callable[[], Collection[int]]) -> None:
         """Look at them before the first step. frame: of a call from the loop. apart: ids of objects that are saved, or set, by others."""
-        if self._looks == LOOKS:
-            self._before = dict(_numbers(frame, apart()))
+        self._before = dict(_numbers(frame, apart()))
 
+    @harmless
     def changed(
-        self, frame: FrameType | None, apart: Callable[[], Collection[int]], *, known: Collection[int], is_due: bool
-    ) -> list[str]:
+        self, frame: FrameType | None, apart: Callable[[], Collection[int]], *, known: Collection[int]
+    ) -> list[str] | None:
         """Return the names of those that have changed since `begin`; those of one object once.
 
-        known: the job's own counts, from which a number may follow. is_due: look also after the first `LOOKS` steps.
+        known: the job's own counts, from which a number may follow.
         """
-        self._looks -= 1
-        if not self._before or (self._looks < 0 and not is_due):
+        if not self._before:
             return []
         now = dict(_numbers(frame, apart()))
         found = [
@@ -95,25 +110,32 @@ class OwnTensors:
     """Modules, and dicts and lists of tensors, of the script's own that are not tracked, to see which of them a loop changes: an average, a critic."""
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[bool, Changes]] = {}
+        self.is_broken = False
+        self._before: dict[str, tuple[int, bool, Changes]] = {}
         self._held: dict[int, bool] = {}
 
+    @harmless
     def begin(self, frame: FrameType | None, known: Collection[int], holds: Callable[[object], bool]) -> None:
         """Look at them before a step's body. frame: None lets go of them. known: ids of tracked tensors. holds: whether a tracked object has another."""
-        self._before = {}
+        before, self._before = self._before, {}
         for name, value in _named(frame):
             named = [(each, tensor) for each, tensor in _tensors(value) if id(tensor) not in known]
             if named and id(value) not in self._held:
                 self._held[id(value)] = holds(value)
             if named and not self._held[id(value)]:
-                self._before[name] = isinstance(value, nn.Module), Changes(named)
-        for _, each in self._before.values():
+                is_same = name in before and before[name][0] == id(
+                    value
+                )  # which looks at values in the first steps only
+                changes = before[name][2] if is_same else Changes(named)
+                self._before[name] = id(value), isinstance(value, nn.Module), changes
+        for *_, each in self._before.values():
             each.look()
 
-    def changed(self) -> list[tuple[str, bool]]:
+    @harmless
+    def changed(self) -> list[tuple[str, bool]] | None:
         """Return the names of those that have changed since `begin`, and whether each is a module."""
         found = self._before.items()
-        return [(name, is_module) for name, (is_module, each) in found if each.changed() or each.changed_unseen()]
+        return [(name, is_module) for name, (_, is_module, each) in found if each.changed() or each.changed_unseen()]
 
 
 def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
