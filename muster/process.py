@@ -97,7 +97,10 @@ def _end_deaf_children() -> None:
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{each.pid}/status").read_text(encoding="utf-8")
             ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
-            if each.daemon and ignored >> (signal.SIGTERM - 1) & 1:
+            is_own = (
+                getattr(each, "_parent_pid", None) == os.getpid()
+            )  # not that of the process which has forked this one
+            if is_own and each.daemon and ignored >> (signal.SIGTERM - 1) & 1:
                 each.kill()
 
 

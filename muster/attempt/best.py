@@ -69,11 +69,11 @@ def change_of_search(
     """
     if best is None:
         return ""
-    why, before = "", best.get("data", "")
+    why, before, of = "", best.get("data", ""), best.get("ranks", 0)
     if (best["metric"], best["mode"]) != (metric, mode):
         why = f"was {best['mode']} {best['metric']}"
     elif data and before and data != before:
         why = f"was measured on other data at step {best['step']}"
-    elif ranks != best.get("ranks", 0):
-        why = f"follows from random numbers, and at step {best['step']} from those of {best.get('ranks', 0) or 'no'} ranks, now of {ranks or 'none'}"
+    elif ranks and of and ranks != of:
+        why = f"follows from random numbers, and at step {best['step']} from those of {of} ranks, now of {ranks}"
     return why and f"{key}={metric} ({mode}) {why}: the search for the best starts again at step {step}"

@@ -28,7 +28,7 @@ from muster.attempt.records import open_records, report
 from muster.attempt.running_means import RunningMeans
 from muster.checkpoint.commit import Saved
 from muster.checkpoint.schemas import direction
-from muster.checkpoint.tensor_versions import Changes
+from muster.checkpoint.tensor_versions import Changes, Place, place
 from muster.checkpoint.trained import own_prefix, plain
 from muster.checkpoint.weights import write_weights
 from muster.data.fingerprint import fingerprint, hash_of, look, note_of
@@ -81,7 +81,7 @@ REMEDIES = {
 }
 FORGOTTEN = (
     "{name} is changed by the loop and is not tracked: a resume, or the death of a rank, would begin it anew; name it: track({short}={name}), which "
-    "takes a module, or any object with state_dict() and load_state_dict()"
+    "takes a module, or any object with state_dict() and load_state_dict(), unless a tracked object saves it or each step sets it anew"
 )
 OWN_NUMBERS = (
     "{names} {verb} changed by the loop and in no checkpoint: a resume, or the death of a rank, begins {them} anew; track an object that has such "
@@ -95,6 +95,10 @@ NAMED = 4
 DRAWN_THERE = (
     "the function of evaluate() draws random numbers: its values depend on the number of ranks and on batch_size; draw them in the data set, which "
     "seeds each sample, or compare values of as many ranks only"
+)
+SWAPPED = (
+    "the body of step {step} has changed the model since evaluate(best=...), as code that puts an average's weights in for it and takes them out again: "
+    "the checkpoint that is kept has the weights of now; evaluate a module of its own that is tracked, as an EMA"
 )
 BEYOND = "the run is at step {step}, and batches() ends with step {steps}: nothing is trained, and model.pt has the weights of step {step}"
 OWN_CHANGED = "values of own= have changed since {path} was written: {values}"
@@ -117,8 +121,8 @@ BUFFERS = (
 )
 LOOKS = OWN_LOOKS = 100
 EVALUATED = 8
-SAME = 1e-3
-"""A relative difference of what is measured twice, on a GPU."""
+SAME = 0.05
+"""A relative difference of what is measured twice at a step: a GPU may turn a sample."""
 BEST_KEY, MODES = "evaluate(): best", ("auto", "min", "max")
 BODY_S = 10.0
 """How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
@@ -190,8 +194,10 @@ class LoopServices:
         self._has_seen_batch = False
         self.best: dict[str, Any] | None = None
         """The best evaluation so far (attempt/best.py)."""
-        self._search: tuple[tuple[str, str, str], int, float] | None = None
-        """By which metric, direction and data this attempt has last chosen it; at which step, and the value."""
+        self._search: tuple[tuple[str, str], int, str, float] | None = None
+        """By which metric and direction this attempt has last chosen it; at which step, on which data, and the value."""
+        self._chosen: list[Place] = []
+        """The parameters as they were when an evaluation was the best."""
         self._chosen_on: tuple[Callable[[], Any], str] | None = None
         """The data set of the last evaluation that has chosen, held weakly, and its fingerprint."""
         self._has_drawn = False
@@ -340,9 +346,12 @@ class LoopServices:
         So would an untracked schedule. Both are refused in a run that begins, if no tracked object may hold them unseen.
         """
         seen, trained = self._stepped, {id(each) for each in self.tracked.parameters()}
+        untracked = dict[int, tuple[ref[Optimizer], int]]()
 
         def look(optimizer: Optimizer, *_: Any) -> None:
             if id(optimizer) in seen:
+                if (first := untracked.get(id(optimizer))) and first[0]() is optimizer and self.reached.step > first[1]:
+                    raise ConfigError(UNTRACKED.format(name=type(optimizer).__name__))
                 return
             seen.add(id(optimizer))
             stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -352,8 +361,11 @@ class LoopServices:
             knows_all = all(isinstance(each, LRScheduler) for each in self.tracked.others.values())
             is_certain = knows_all and self.begins
             if not self.tracked.saves(optimizer):
-                if is_certain and optimizer.state:
-                    raise ConfigError(UNTRACKED.format(name=name))
+                if (
+                    is_certain and optimizer.state
+                ):  # refused in another step: one that is made in each begins anew anyway
+                    untracked[id(optimizer)] = ref(optimizer), self.reached.step
+                    return
                 self.tell_once(f"untracked {name}", UNTRACKED.format(name=name))
                 self.trainee.refuse(f"{name} is not tracked")
             found = self.tracked.untracked_schedules(optimizer)
@@ -458,9 +470,9 @@ class LoopServices:
         found = defaultdict[tuple[str, str], list[str]](list)
         for name, line, kind in [*carried(sys._getframe(), {*map(id, self.tracked.parameters())})]:
             found[kind, str(line)].append(name)
-        for (kind, place), names in found.items():
+        for (kind, where), names in found.items():
             verb, remedy = "goes" if len(names) == 1 else "go", REMEDIES[kind]
-            text = CARRIED.format(name=", ".join(names), verb=verb, line=place)
+            text = CARRIED.format(name=", ".join(names), verb=verb, line=where)
             self.tell_once(f"carried {', '.join(names)}", text + remedy)
         is_tracked = any(hasattr(each, "__iter__") for each in self.tracked.others.values())
         if self.batch_source is None and not is_tracked and (batches := read_now()) is not None:
@@ -477,10 +489,8 @@ class LoopServices:
         step = self.reached.step
         if drawn := self._own_draws.drawn(sys._getframe()):
             self.tell_once("own generator", OWN_GENERATOR.format(name=drawn))
-        for name, is_module in self._own_tensors.changed() or ():
+        for name in self._own_tensors.changed() or ():
             text = FORGOTTEN.format(name=name, short=name.rpartition(".")[2])
-            if is_module and self.begins and step == (1 if self.batch_source else 2):
-                raise ConfigError(text)
             self.tell_once(f"own {name}", text)
         known = {step, step - 1, self.epoch, self.epoch + 1}
         found = self._own_numbers.changed(sys._getframe(), self._apart, known=known)
@@ -601,6 +611,10 @@ class LoopServices:
         """Start to write a checkpoint of this step. Collective. Raises Diverged, StorageError."""
         if not self.tracked.is_finite():
             raise self._diverged("a weight is")
+        if self.best and self.best["step"] == self.reached.step and self._chosen:
+            if self._chosen != [*map(place, self.tracked.parameters())]:
+                self.tell_once("swapped", SWAPPED.format(step=self.reached.step))
+            self._chosen = []
         self.refuse_apart()
         self._refuse_rates()
         self.running.save(self.trainee.state, self.position())
@@ -791,15 +805,22 @@ class LoopServices:
                 f"{BEST_KEY}={metric}: its name does not say whether less or more of it is better: write best_mode='min', or 'max'"
             )
         step, data = self.reached.step, self._fingerprint(dataset)
-        self._refuse_second_choice((metric, mode, data), value)
+        is_first = self._search is None
+        self._refuse_second_choice((metric, mode), data, value)
         if not step or self.is_untrained:
             return
         facts: dict[str, Any] = {"data": data, "ranks": self.world.size if self._has_drawn else 0}
-        if text := change_of_search(self.best, metric, mode, key=BEST_KEY, step=step, **facts):
+        of_data = (
+            data if is_first else ""
+        )  # data that are others each time, as rollouts, are compared within an attempt
+        if text := change_of_search(
+            self.best, metric, mode, key=BEST_KEY, step=step, data=of_data, ranks=facts["ranks"]
+        ):
             self.running.records.event("note", text=text)
             self.best = None
         self.best = best_of(self.best, value, self.running.checkpoints, metric=metric, mode=mode, step=step, **facts)
         if self.best["step"] == step:
+            self._chosen = [*map(place, self.tracked.parameters())]
             self.ask_to_save()
 
     def _fingerprint(self, dataset: Any) -> str:
@@ -812,17 +833,18 @@ class LoopServices:
             self.peers.heartbeat.enter("step", self.reached.step)
         return self._chosen_on[1]
 
-    def _refuse_second_choice(self, search: tuple[str, str, str], value: float) -> None:
-        """Raise ConfigError if this attempt chooses by another evaluation, too: of other data, or with another value at this step."""
-        before, self._search = self._search or (search, -1, value), (search, self.reached.step, value)
+    def _refuse_second_choice(self, search: tuple[str, str], data: str, value: float) -> None:
+        """Raise ConfigError if this attempt chooses by another metric, too, or by other data or another value at this step."""
+        now = search, self.reached.step, data, value
+        (before, step, of, other), self._search = self._search or now, now
         only = "one evaluation of a job chooses the best: give best= to one, and names of their own to the values of others"
-        (metric, mode, data), step, other = before
-        if search != before[0]:
-            what = f"{search[0]} ({search[1]})", f"{metric} ({mode})"
-            more = " on other data" if data != search[2] else ""
-            raise ConfigError(f"{BEST_KEY} chooses by {what[0]}, and has chosen by {what[1]}{more}: {only}")
-        if step == self.reached.step and not math.isclose(value, other, rel_tol=SAME, abs_tol=SAME):
-            raise ConfigError(f"{BEST_KEY}={metric} is {other:.6g} and then {value:.6g} at step {step}: {only}")
+        if search != before:
+            raise ConfigError(
+                f"{BEST_KEY} chooses by {search[0]} ({search[1]}), and has chosen by {before[0]} ({before[1]}): {only}"
+            )
+        is_same = math.isclose(value, other, rel_tol=SAME) or (math.isnan(value) and math.isnan(other))
+        if step == self.reached.step and not (is_same and data == of):
+            raise ConfigError(f"{BEST_KEY}={search[0]} is {other:.6g} and then {value:.6g} at step {step}: {only}")
 
     def see_batch(self, batch: Any) -> None:
         """Record a note if the first batch of the loop's own loader is the same on all ranks. Collective."""

@@ -111,7 +111,7 @@ class OwnTensors:
 
     def __init__(self) -> None:
         self.is_broken = False
-        self._before: dict[str, tuple[int, bool, Changes]] = {}
+        self._before: dict[str, tuple[int, Changes]] = {}
         self._held: dict[int, bool] = {}
 
     @harmless
@@ -126,16 +126,14 @@ class OwnTensors:
                 is_same = name in before and before[name][0] == id(
                     value
                 )  # which looks at values in the first steps only
-                changes = before[name][2] if is_same else Changes(named)
-                self._before[name] = id(value), isinstance(value, nn.Module), changes
+                self._before[name] = id(value), before[name][1] if is_same else Changes(named)
         for *_, each in self._before.values():
             each.look()
 
     @harmless
-    def changed(self) -> list[tuple[str, bool]] | None:
-        """Return the names of those that have changed since `begin`, and whether each is a module."""
-        found = self._before.items()
-        return [(name, is_module) for name, (_, is_module, each) in found if each.changed() or each.changed_unseen()]
+    def changed(self) -> list[str] | None:
+        """Return the names of those that have changed since `begin`."""
+        return [name for name, (_, each) in self._before.items() if each.changed() or each.changed_unseen()]
 
 
 def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
@@ -158,8 +156,8 @@ def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
         yield from value.named_parameters()
     elif isinstance(value, dict | list) and len(value) <= MOST:
         for name, each in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(each, Tensor) and each.is_floating_point() and each.numel() > 1:
-                yield str(name), each
+            if isinstance(each, Tensor) and each.is_floating_point() and each.numel() > 1 and each.grad_fn is None:
+                yield str(name), each  # an output of the model would hold its graph
 
 
 def _has_changed(before: float, now: float, known: Collection[int]) -> bool:

@@ -419,7 +419,7 @@ def test_an_evaluation_after_the_checkpoint_of_its_step_is_the_best_one_after_a_
     [
         (
             "other",
-            "best chooses by accuracy (max), and has chosen by loss (min) on other data: one evaluation of a job",
+            "best chooses by accuracy (max), and has chosen by loss (min): one evaluation of a job",
         ),
         ("twice", "at step 4: one evaluation of a job chooses the best"),
         ("score", "best=score: its name does not say whether less or more of it is better"),
