@@ -221,6 +221,20 @@ class Share:
         return found
 
 
+@dataclass(frozen=True)
+class Dealt(Share):
+    """One rank's batch of every `world_size` of them: batches of `size` samples are the same at any world size.
+
+    A rank for which none is left has an empty one, as it must join the collectives.
+    """
+
+    size: int = 1
+
+    def cuts(self, count: int) -> list[tuple[int, int, int]]:
+        begin, end = (min(count, number * self.size) for number in (self.rank, self.rank + 1))
+        return [(self.rank, begin, end)]
+
+
 def leaves_of(rank: int, world_size: int, slices: int) -> range:
     """Return the consecutive slices that rank `rank` computes."""
     return range(slices * rank // world_size, slices * (rank + 1) // world_size)

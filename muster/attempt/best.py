@@ -61,19 +61,17 @@ def known_best(folder: Path, saved: Saved, own: Storage) -> dict[str, Any] | Non
 
 
 def change_of_search(
-    best: dict[str, Any] | None, metric: str, mode: str, *, key: str, step: int, data: str = "", ranks: int = 0
+    best: dict[str, Any] | None, metric: str, mode: str, *, key: str, step: int, data: str = ""
 ) -> str:
     """Return the line that says why a value of now is not compared with `best`, so that the search begins anew; empty if it is.
 
-    data: fingerprint of what is evaluated, if it is known. ranks: their number if the evaluation draws random numbers, else 0.
+    data: fingerprint of what is evaluated, if it is known.
     """
     if best is None:
         return ""
-    why, before, of = "", best.get("data", ""), best.get("ranks", 0)
+    why, before = "", best.get("data", "")
     if (best["metric"], best["mode"]) != (metric, mode):
         why = f"was {best['mode']} {best['metric']}"
     elif data and before and data != before:
         why = f"was measured on other data at step {best['step']}"
-    elif ranks and of and ranks != of:
-        why = f"follows from random numbers, and at step {best['step']} from those of {of} ranks, now of {ranks}"
     return why and f"{key}={metric} ({mode}) {why}: the search for the best starts again at step {step}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import groupby
 from typing import Any
 
 from muster.data.generators import kept_generators, key_of, seed_generators
@@ -22,20 +21,19 @@ def sums_over(
 ) -> dict[str, float] | None:
     """Return the sums of `measure` over `batches` and the ranks; None if the ranks stopped before the end. Collective.
 
-    The generators are seeded for each micro-batch from `seed` and its position.
+    The generators are seeded for each micro-batch from `seed` and the position of its first sample.
     batches: this rank's micro-batches of each step. measure: a micro-batch -> sums by name, numbers or tensors [] in float64.
     begin: called before each step and before the sums over the ranks; False stops there.
     """
     totals = dict[str, Any]()
     with kept_generators(on_device=True):
-        for number, of_step in enumerate(batches):
+        for of_step in batches:
             if not begin():
                 return None
-            for of_slice, parts in groupby(of_step, key=lambda batch: batch.slice):
-                for part, batch in enumerate(parts):
-                    seed_generators(key_of(seed, number, "evaluation", of_slice, part), on_device=True)
-                    for name, value in measure(batch).items():
-                        totals[name] = totals[name] + value if name in totals else value
+            for batch in of_step:
+                seed_generators(key_of(seed, "evaluation", batch.first), on_device=True)
+                for name, value in measure(batch).items():
+                    totals[name] = totals[name] + value if name in totals else value
     give_memory_back()
     if not begin():
         return None

@@ -103,7 +103,6 @@ class Best(Record):
     mode: str = ""  # `min` or `max`: which value is the best; empty in files of earlier versions
     path: str = ""  # of its checkpoint; for display only
     data: str = ""  # fingerprint of what a job has evaluated
-    ranks: Whole = 0  # on which a job's evaluation has drawn random numbers; 0 if it has not
 
 
 class Marker(Record):

@@ -38,6 +38,7 @@ SHARED = "/dev/shm"
 class Batch:
     """A micro-batch on the device. `count` of its samples count (see sample_plan.MicroBatch), out of `total` in the step.
 
+    first: position of its first sample in the epoch.
     planned: `count` with the samples that were left out; None: there are none.
     own: what its mean loss is over, a number or a tensor [], if not samples.
     of: returns what the global batch has of that; it may wait for other ranks.
@@ -48,6 +49,7 @@ class Batch:
     count: int
     total: int
     slice: int = 0
+    first: int = 0
     own: Any = None
     of: Callable[[], Any] | None = None
     planned: int | None = None
@@ -122,10 +124,10 @@ def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Ite
 def _micro_batches(fetched: Iterable[Any], plan: Plan, steps: range, config: LoaderConfig) -> Iterator[list[Batch]]:
     fetched = _plainly(iter(fetched))
     for step in steps:
-        total = plan.count(step)
+        total, before = plan.count(step), step % plan.steps_per_epoch * plan.batch_size
         cuts = config.share.cuts(total)
         yield [
-            Batch(inputs, targets, count, total, number, planned=end - begin)
+            Batch(inputs, targets, count, total, number, before + begin, planned=end - begin)
             for (number, begin, end), (inputs, targets, count) in zip(cuts, islice(fetched, len(cuts)), strict=True)
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +17,11 @@ from muster.errors import ConfigError
 from muster.job.batch_source import at_least_one, is_loader, with_length
 from muster.job.replicas import digest_of, of_rank_0
 from muster.loggers.metrics import check_names
-from muster.sample_plan import Plan
+from muster.sample_plan import Dealt, Plan
 from muster.world.counts import OF, SEEN, means, unpaired
 from muster.world.dtensor import in_pieces
 from muster.world.group import World
 
-DRAWN = "/drawn"
 Measure = Callable[[Any], Mapping[str, Tensor | tuple[Tensor, Tensor]]]
 """A batch -> name -> one value per sample, [B], or a pair of them: the sums of each sample, and what their mean is over."""
 
@@ -35,12 +35,10 @@ def evaluate(
     modules: Iterable[nn.Module],
     loader: LoaderConfig,
     begin: Callable[[], bool],
-) -> tuple[dict[str, float], bool] | None:
-    """Return the means of `measure` over `dataset`, and whether it draws random numbers; None if the ranks agreed to stop before the end.
+) -> dict[str, float] | None:
+    """Return the means of `measure` over `dataset`; None if the ranks agreed to stop before the end. Collective.
 
-    Collective. See `Job.evaluate`.
-
-    loader: how samples are fetched, and this rank's share of them. begin: called before each batch and before the sums; False stops there.
+    See `Job.evaluate`. loader: how samples are fetched. begin: called before each rank's next batch and before the sums; False stops there.
     Raises ConfigError: `measure` returns something else than tensors [B] by name, or pairs of them, or `dataset` has no samples.
     """
     at_least_one("evaluate", batch_size=batch_size)
@@ -50,29 +48,19 @@ def evaluate(
             "evaluate(loader.dataset, ..., batch_size=...), and num_workers and collate_fn if the loader has them"
         )
     dataset = with_length(dataset, "evaluate")
-    plan = Plan(len(dataset), min(batch_size, len(dataset)), shuffle=False)
+    plan = Plan(len(dataset), world.size * batch_size, shuffle=False)
+    loader = replace(loader, share=Dealt(world.rank, world.size, size=batch_size))
     modules, taken = [*modules], batches(dataset, plan, range(plan.steps_per_epoch), loader)
 
     def sums_of(batch: Batch) -> dict[str, Any]:
-        before = _generators(world.device)
         found = _checked(measure(batch.inputs), size=max(1, batch.count))
-        has_drawn = any(not torch.equal(*both) for both in zip(before, _generators(world.device), strict=True))
         # a rank without samples gets one that does not count
         sums = {name: values[: batch.count].double().sum() for name, values in found.items()}
-        return {SEEN: batch.count, DRAWN: float(has_drawn)} | sums
+        return {SEEN: batch.count} | sums
 
     with torch.no_grad(), evaluating(modules), as_saved(modules, world):
         sums = sums_over(taken, sums_of, world=world, seed=loader.seed, begin=begin)
-    if sums is None:
-        return None
-    has_drawn = sums.pop(DRAWN) > 0
-    return means(sums), has_drawn
-
-
-def _generators(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's generators, from which a measure may draw."""
-    found = [torch.get_rng_state()]
-    return [*found, torch.cuda.get_rng_state(device)] if device.type == "cuda" else found
+    return None if sums is None else means(sums)
 
 
 @contextlib.contextmanager

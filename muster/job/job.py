@@ -290,7 +290,7 @@ class Job(JobOptions):
         dataset: Any,
         measure: Measure,
         *,
-        batch_size: int = 256,
+        batch_size: int = 64,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         best: str | None = None,
@@ -304,9 +304,10 @@ class Job(JobOptions):
         Args:
             dataset: a data set with `__len__` and `__getitem__`.
             measure: gets a batch on the device, and returns name -> tensor [B], one value per sample; or a pair (sums, counts)
-                of them, for a mean over something else than samples, such as tokens. Random numbers that it draws follow from `seed`, the
-                batch and the number of ranks; those that `dataset` draws, from `seed` and the sample.
-            batch_size: samples per batch over all ranks.
+                of them, for a mean over something else than samples, such as tokens. It is called as often on each rank: one that has no
+                batch left gets a sample that does not count. Random numbers that it draws follow from `seed` and the batch; those that
+                `dataset` draws, from `seed` and the sample.
+            batch_size: samples of a batch that `measure` gets. The batches are the same at any world size: ranks take them in turn.
             num_workers: as for `batches`.
             collate_fn: as for `batches`.
             best: name of one of the means: also keep the checkpoint of the step with its best value, which `Job.best` and best.json name.
@@ -322,7 +323,7 @@ class Job(JobOptions):
 
         def measured() -> dict[str, float] | None:
             with services.evaluating():
-                found = evaluate(
+                return evaluate(
                     dataset,
                     measure,
                     batch_size=batch_size,
@@ -331,7 +332,6 @@ class Job(JobOptions):
                     loader=self._loader(num_workers, collate_fn),
                     begin=lambda: services.goes_on("evaluation"),
                 )
-            return None if found is None else services.drawn(*found)
 
         values = services.running.evaluate(measured, epoch=services.epoch)
         if values is None:

@@ -92,10 +92,6 @@ MODE = (
     "after an evaluation of your own; job.evaluate does so"
 )
 NAMED = 4
-DRAWN_THERE = (
-    "the function of evaluate() draws random numbers: its values depend on the number of ranks and on batch_size; draw them in the data set, which "
-    "seeds each sample, or compare values of as many ranks only"
-)
 SWAPPED = (
     "the body of step {step} has changed the model since evaluate(best=...), as code that puts an average's weights in for it and takes them out again: "
     "the checkpoint that is kept has the weights of now; evaluate a module of its own that is tracked, as an EMA"
@@ -200,7 +196,6 @@ class LoopServices:
         """The parameters as they were when an evaluation was the best."""
         self._chosen_on: tuple[Callable[[], Any], str] | None = None
         """The data set of the last evaluation that has chosen, held weakly, and its fingerprint."""
-        self._has_drawn = False
         """Whether the last evaluation has drawn random numbers."""
         self._evaluated: list[Callable[[], Any]] = []
         """The data sets of the first evaluations, held weakly."""
@@ -785,13 +780,6 @@ class LoopServices:
         found: dict[str, Any] | None = self.world.on_first(partial(known_best, self.folder.path, saved, own))
         return found
 
-    def drawn(self, values: dict[str, float], has_drawn: bool) -> dict[str, float]:
-        """Note that an evaluation draws random numbers, if it does; return its values."""
-        self._has_drawn = has_drawn
-        if has_drawn:
-            self.tell_once("drawn in evaluate", DRAWN_THERE)
-        return values
-
     def choose(self, values: Mapping[str, float], dataset: Any, *, metric: str, mode: str) -> None:
         """Save this step if its evaluation on `dataset` is the best so far. Collective.
 
@@ -809,16 +797,13 @@ class LoopServices:
         self._refuse_second_choice((metric, mode), data, value)
         if not step or self.is_untrained:
             return
-        facts: dict[str, Any] = {"data": data, "ranks": self.world.size if self._has_drawn else 0}
         of_data = (
             data if is_first else ""
         )  # data that are others each time, as rollouts, are compared within an attempt
-        if text := change_of_search(
-            self.best, metric, mode, key=BEST_KEY, step=step, data=of_data, ranks=facts["ranks"]
-        ):
+        if text := change_of_search(self.best, metric, mode, key=BEST_KEY, step=step, data=of_data):
             self.running.records.event("note", text=text)
             self.best = None
-        self.best = best_of(self.best, value, self.running.checkpoints, metric=metric, mode=mode, step=step, **facts)
+        self.best = best_of(self.best, value, self.running.checkpoints, metric=metric, mode=mode, step=step, data=data)
         if self.best["step"] == step:
             self._chosen = [*map(place, self.tracked.parameters())]
             self.ask_to_save()

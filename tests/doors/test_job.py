@@ -1275,15 +1275,24 @@ def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch(place):
     assert whole.losses[6] < whole.losses[1] / 2
 
 
-def test_every_sample_is_evaluated_once_at_any_world_size(place):
+def test_every_sample_is_evaluated_once_and_with_the_same_random_numbers_at_any_world_size(place):
     body = (
         "job.track(model=model)\n"
         "    data = torch.utils.data.TensorDataset(torch.arange(10.0) ** 3)\n"
-        "    print(job.evaluate(data, lambda batch: {'mean': batch[0], 'sum': batch[0] * 10}, batch_size=4), flush=True)"
+        "    found = job.evaluate(data, lambda batch: {'mean': batch[0], 'sum': batch[0] * 10}, batch_size=4)\n"
+        "    import random, numpy as np\n"
+        "    def drawn(batch):\n"
+        "        noise = torch.rand(len(batch[0])) + random.random() + np.random.random() + len(batch[0])\n"
+        "        return {f'noise{number}': noise * row for number, row in enumerate(batch[0].T)}\n"
+        "    job.evaluate(torch.utils.data.TensorDataset(torch.eye(10)), drawn, batch_size=4)\n"
+        "    print(found, flush=True)"
     )
-    for ranks in (1, 2, 3):
+    noises = []
+    for ranks in (1, 2, 3, 4):
         result = wrong(place(f"evaluated-{ranks}"), body, ranks=ranks)
         assert result.out.count("{'mean': 202.5, 'sum': 2025.0}") == ranks, result.out
+        noises += [[result.lines("eval")[1][f"noise{number}"] for number in range(10)]]
+    assert noises == [noises[0]] * 4 and len({*noises[0]}) == 10
 
 
 def test_a_loop_of_ones_own_can_ask_whether_to_stop(place):

@@ -430,7 +430,7 @@ def test_a_choice_that_is_not_clear_is_refused(tmp_path, form, said):
     assert done.outcome["exit_code"] == 2 and said in done.outcome["error"], done.out
 
 
-def test_a_value_on_other_data_or_of_other_random_numbers_is_not_compared_with_the_best_so_far(tmp_path):
+def test_a_value_on_other_data_is_not_compared_with_the_best_so_far(tmp_path):
     chosen(tmp_path / "data", STOP_AT="14")
     again = chosen(tmp_path / "data", FORM="fewer", STOP_AT="22")
     [note] = [line["text"] for line in again.events("note")]
@@ -439,9 +439,3 @@ def test_a_value_on_other_data_or_of_other_random_numbers_is_not_compared_with_t
     )
     best = json.loads((again.folder / "best.json").read_text())
     assert best["value"] == min(line["loss"] for line in again.lines("eval") if line["step"] > 14)
-
-    chosen(tmp_path / "draws", FORM="draws", STOP_AT="14")
-    again = chosen(tmp_path / "draws", FORM="draws", STOP_AT="22", ranks=2)
-    drawn, *_, anew = [line["text"] for line in again.events("note")]
-    assert drawn.startswith("the function of evaluate() draws random numbers: its values depend on the number of ranks")
-    assert re.search(r"follows from random numbers, and at step \d+ from those of 1 ranks, now of 2: the search", anew)

@@ -1,7 +1,7 @@
 """A loop that keeps its best evaluation and stops early: `python chooses.py FOLDER`; FAULTS kills ranks (kit/faults.py).
 
 FORM: own: the loop iterates by itself, and evaluates after the checkpoint of the step; other: a second evaluation chooses, too, and twice: of
-another model; score: a name that says no direction; alone: it only evaluates; fewer: on fewer samples; draws: with noise. STOP_AT: a step in whose body SIGTERM comes.
+another model; score: a name that says no direction; alone: it only evaluates; fewer: on fewer samples. STOP_AT: a step in whose body SIGTERM comes.
 """
 
 import os
@@ -48,7 +48,7 @@ def main(job):
     job.track(model=model, optimizer=optimizer)
 
     def measure(batch):
-        output = net(batch[0]) + (torch.rand(len(batch[0]), 1) if FORM == "draws" else 0)
+        output = net(batch[0])
         loss = cross_entropy(output, batch[1], reduction="none")
         return {"loss": loss, "score": -loss, "accuracy": (output.argmax(1) == batch[1]).float()}
 
