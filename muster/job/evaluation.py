@@ -1,27 +1,43 @@
-"""An exact evaluation for a loop of a user's own: every sample once, at any world size."""
+"""Exact evaluations for a loop of a user's own: every sample once, the same batches at any world size; and which of them is the best."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from muster.attempt.best import best_of, change_of_search, value_of
 from muster.attempt.evaluation import sums_over
+from muster.checkpoint.manager import Checkpoints
+from muster.checkpoint.schemas import direction
+from muster.checkpoint.tensor_versions import Place, place
 from muster.code_location import described
+from muster.data.fingerprint import fingerprint
 from muster.data.loader import Batch, LoaderConfig, batches
 from muster.errors import ConfigError
 from muster.job.batch_source import at_least_one, is_loader, with_length
 from muster.job.replicas import digest_of, of_rank_0
+from muster.job.tracked_state import Tracked
 from muster.loggers.metrics import check_names
 from muster.sample_plan import Dealt, Plan
 from muster.world.counts import OF, SEEN, means, unpaired
 from muster.world.dtensor import in_pieces
 from muster.world.group import World
 
+BEST_KEY, MODES = "evaluate(): best", ("auto", "min", "max")
+SWAPPED = (
+    "the body of step {step} has changed the model since evaluate(best=...), as code that puts an average's weights in for it and takes them out again: "
+    "the checkpoint that is kept has the weights of now; evaluate a module of its own that is tracked, as an EMA"
+)
+SAME = 0.05
+"""A relative difference of what is measured twice at a step: a GPU may turn a sample."""
+EVALUATED = 8
 Measure = Callable[[Any], Mapping[str, Tensor | tuple[Tensor, Tensor]]]
 """A batch -> name -> one value per sample, [B], or a pair of them: the sums of each sample, and what their mean is over."""
 
@@ -121,3 +137,108 @@ def _checked(found: Any, *, size: int) -> Mapping[str, Tensor]:
                 f"tensor [{size}], or a pair of them for a mean over something else, such as tokens: their sums, and how many"
             )
     return each
+
+
+class Evaluations:
+    """What is known of a job's evaluations. enter: notes for the heartbeat what the rank is at."""
+
+    def __init__(self, tracked: Tracked, world: World, *, enter: Callable[[str], None]):
+        self._tracked, self._world, self._enter = tracked, world, enter
+        self.best: dict[str, Any] | None = None
+        """The best evaluation so far (attempt/best.py)."""
+        self._search: tuple[tuple[str, str], int, str, float] | None = None
+        """By which metric and direction this attempt has last chosen it; at which step, on which data, and the value."""
+        self._chosen: list[Place] = []
+        """The parameters as they were when an evaluation was the best."""
+        self._chosen_on: tuple[Callable[[], Any], str] | None = None
+        """The data set of the last evaluation that has chosen, held weakly, and its fingerprint."""
+        self._compared: list[Callable[[], Any]] = []
+        """The data sets of the first evaluations, held weakly."""
+
+    def refuse_other_samples(self, dataset: Any) -> None:
+        """Raise DataError unless all ranks evaluate on the same samples, as far as some of them show. Collective."""
+        is_new = len(self._compared) < EVALUATED and not any(each() is dataset for each in self._compared)
+        if self._world.size == 1 or self._world.lowest(is_new) is None:
+            return
+        self._enter("evaluation")
+        self._compared.append(_weakly(dataset))
+        remedy = (
+            "give all ranks the same samples, in the same order; the first and the last one are compared, without texts"
+        )
+        seen = fingerprint(with_length(dataset, "evaluate"), most=2, texts=False)
+        self._world.same("evaluate(): the data set", seen, remedy=remedy)
+
+    def choose(
+        self,
+        values: Mapping[str, float],
+        dataset: Any,
+        *,
+        metric: str,
+        mode: str,
+        step: int,
+        checkpoints: Checkpoints | None,
+        note: Callable[[str], None],
+    ) -> bool:
+        """Return True if the evaluation on `dataset` at `step` is the best so far, so that its checkpoint must be kept. Collective.
+
+        checkpoints: None if the evaluation does not count. note: records a note.
+        Raises ConfigError: it is not clear which value is the best.
+        """
+        value = value_of(metric, values, key=BEST_KEY)
+        if mode not in MODES:
+            raise ConfigError(f"evaluate(best_mode={mode!r}): give {', '.join(MODES[:-1])} or {MODES[-1]}")
+        if not (mode := direction(metric) if mode == "auto" else mode):
+            raise ConfigError(
+                f"{BEST_KEY}={metric}: its name does not say whether less or more of it is better: write best_mode='min', or 'max'"
+            )
+        data, is_first = self._fingerprint(dataset), self._search is None
+        self._refuse_second_choice((metric, mode), step, data, value)
+        if checkpoints is None:
+            return False
+        of_data = (
+            data if is_first else ""
+        )  # data that are others each time, as rollouts, are compared within an attempt
+        if text := change_of_search(self.best, metric, mode, key=BEST_KEY, step=step, data=of_data):
+            note(text)
+            self.best = None
+        self.best = best_of(self.best, value, checkpoints, metric=metric, mode=mode, step=step, data=data)
+        if self.best["step"] == step:
+            self._chosen = [*map(place, self._tracked.parameters())]
+        return bool(self.best["step"] == step)
+
+    def swapped(self, step: int) -> str:
+        """Return, before `step` is saved, a line if it was the best evaluation of other weights; empty if not. It is said once."""
+        chosen, self._chosen = self._chosen, []
+        is_of_step = self.best is not None and self.best["step"] == step
+        is_same = not chosen or chosen == [*map(place, self._tracked.parameters())]
+        return SWAPPED.format(step=step) if is_of_step and not is_same else ""
+
+    def _fingerprint(self, dataset: Any) -> str:
+        """Return rank 0's fingerprint of an evaluation's data set, looked at once. Collective."""
+        is_same = self._chosen_on is not None and self._chosen_on[0]() is dataset
+        if self._world.lowest(not is_same) is not None or self._chosen_on is None:
+            self._enter("evaluation")
+            data = self._world.on_first(lambda: fingerprint(with_length(dataset, "evaluate"), texts=False))
+            self._chosen_on = _weakly(dataset), data
+            self._enter("step")
+        return self._chosen_on[1]
+
+    def _refuse_second_choice(self, search: tuple[str, str], step: int, data: str, value: float) -> None:
+        """Raise ConfigError if this attempt chooses by another metric, too, or by other data or another value at this step."""
+        now = search, step, data, value
+        (before, then, of, other), self._search = self._search or now, now
+        only = "one evaluation of a job chooses the best: give best= to one, and names of their own to the values of others"
+        if search != before:
+            raise ConfigError(
+                f"{BEST_KEY} chooses by {search[0]} ({search[1]}), and has chosen by {before[0]} ({before[1]}): {only}"
+            )
+        is_same = math.isclose(value, other, rel_tol=SAME) or (math.isnan(value) and math.isnan(other))
+        if step == then and not (is_same and data == of):
+            raise ConfigError(f"{BEST_KEY}={search[0]} is {other:.6g} and then {value:.6g} at step {step}: {only}")
+
+
+def _weakly(thing: Any) -> Callable[[], Any]:
+    try:
+        return ref(thing)
+    except TypeError:  # a list, for example
+        return lambda: thing

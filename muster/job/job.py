@@ -319,7 +319,7 @@ class Job(JobOptions):
         services = self._between_steps("evaluate()")
         services.tracked.accumulation.refuse("evaluate()")
         if not is_loader(dataset):  # which is refused
-            services.refuse_other_samples(dataset)
+            services.evaluations.refuse_other_samples(dataset)
 
         def measured() -> dict[str, float] | None:
             with services.evaluating():
@@ -392,7 +392,7 @@ class Job(JobOptions):
     @property
     def best(self) -> Best | None:
         """The best evaluation over all attempts, by `evaluate(best=...)`: its `metric`, `value` and `step`; None before the first."""
-        found = self._tracked("best").best
+        found = self._tracked("best").evaluations.best
         return Best(**found) if found else None
 
     @property
@@ -474,7 +474,7 @@ class Job(JobOptions):
             if portion.begins:
                 services.begin_step()
                 self._of_step = services.world.sum([portion.of_step])[0] if is_counted else 0.0
-                services.see_batch(portion.batch)
+                services.watch.see_batch(portion.batch)
             self._portion, self._is_owed, self._is_weighed = portion, True, False
             try:
                 yield portion.batch

@@ -61,6 +61,22 @@ class Reached:
     timed: dict[str, int] | None = None
 
 
+class Checks(Protocol):
+    """What the ranks, and an attempt and a checkpoint, must agree on (consistency.py)."""
+
+    built: dict[str, Any]
+
+    def refuse_unequal(self) -> None: ...
+    def refuse_others(self, saved: Saved) -> None: ...
+    def refuse_apart(self) -> None: ...
+
+
+class Choice(Protocol):
+    """Which evaluation is the best (evaluation.py)."""
+
+    best: dict[str, Any] | None
+
+
 class Loop(Protocol):
     """A user's loop, as its services know it (loop_services.py)."""
 
@@ -69,21 +85,22 @@ class Loop(Protocol):
     means: RunningMeans
     running: Attempt
     reached: Reached
-    built: dict[str, Any]
+
+    @property
+    def consistency(self) -> Checks: ...
+    @property
+    def evaluations(self) -> Choice: ...
+
     is_within: bool
     is_evaluating: bool
     owes_save: bool
     unfinished: list[int]
-    best: dict[str, Any] | None
 
     def is_time_to_log(self) -> bool: ...
     def position(self) -> dict[str, Any]: ...
-    def refuse_unequal(self) -> None: ...
-    def refuse_others(self, saved: Saved) -> None: ...
     def best_before(self, saved: Saved) -> dict[str, Any] | None: ...
     @property
     def begins(self) -> bool: ...
-    def refuse_apart(self) -> None: ...
     def tell_once(self, what: str, text: str) -> None: ...
 
 
@@ -138,12 +155,12 @@ class JobTrainee(Trainee):
 
     def begin(self) -> None:
         self._kept.told = set()
-        self._services.refuse_unequal()
+        self._services.consistency.refuse_unequal()
 
     def resume(self, saved: Saved) -> None:
         self._kept.told = set()
-        self._services.refuse_others(saved)
-        self._services.best = self._services.best_before(saved)
+        self._services.consistency.refuse_others(saved)
+        self._services.evaluations.best = self._services.best_before(saved)
         restore(saved, self)
         self._services.means.logged |= saved.manifest.get("noted", {})  # of a checkpoint until 2026-11-29
 
@@ -200,7 +217,7 @@ class JobTrainee(Trainee):
             ):
                 if self.world.lowest(bool(first_apart(named, self.world))) is not None:
                     if self._services.begins:  # a later attempt goes on with what the run has become
-                        self._services.refuse_apart()
+                        self._services.consistency.refuse_apart()
                     self.refuse(f"{what} differ between ranks, so no rank has those of another")
         if not self.is_followed:
             return
@@ -270,7 +287,7 @@ class JobTrainee(Trainee):
 
     @property
     def best(self) -> dict[str, Any] | None:
-        return self._services.best
+        return self._services.evaluations.best
 
     def mark(self) -> list[int]:
         return [self._services.reached.step]
@@ -293,8 +310,8 @@ class JobTrainee(Trainee):
             "logged_in_step": services.means.logged_since(
                 noted[1][0]["means"] if noted[1] and not services.is_time_to_log() else {}
             ),
-            "best": services.best,
-            "built": services.built,
+            "best": services.evaluations.best,
+            "built": services.consistency.built,
             "unfinished": services.unfinished,
             "left_to_compare": self._left_to_compare,
             "evaluations": [*self.running.records.of_body, *self.running.records.told],
@@ -309,8 +326,8 @@ class JobTrainee(Trainee):
         reached.step, reached.samples = facts["reached"]
         self._habits.update(facts["habits"])
         self._kept.told = set(facts["said"])
-        services.built = self._kept.built = facts["built"]
-        services.unfinished, services.best = facts["unfinished"], facts["best"]
+        services.consistency.built = self._kept.built = facts["built"]
+        services.unfinished, services.evaluations.best = facts["unfinished"], facts["best"]
         self._left_to_compare = facts["left_to_compare"]
         noted = self._own(reached.step, is_logged=facts["is_logged"])
         self._check(reached.step, noted, facts["points"])

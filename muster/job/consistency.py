@@ -1,0 +1,252 @@
+"""What the ranks must agree on, and an attempt with the checkpoint that it goes on from: tracked objects, options, batches, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from muster.checkpoint.commit import Saved
+from muster.checkpoint.trained import own_prefix
+from muster.data.fingerprint import note_of
+from muster.data.generators import drawn_from, state_of_generators
+from muster.errors import ConfigError, DataError, RankLost
+from muster.job import built_options
+from muster.job.batch_source import BatchSource, LoaderSource, moved_on
+from muster.job.bootstrap import Bootstrap
+from muster.job.options import own_before, own_of
+from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
+from muster.job.tracked_state import Tracked
+from muster.job.trainee import JobTrainee
+from muster.recovery.survival import WHY_NOT
+from muster.world import external_group
+
+BUILD_ALIKE = (
+    "build modules in the `with` block, where all ranks have the same seed, or wrap them in DistributedDataParallel "
+    "before track()"
+)
+STEP_ALIKE = "a checkpoint has the state of one rank: keep it alike on all ranks, or shard the model by fully_shard, and its optimizer with it"
+TRAIN_ALIKE = (
+    "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step(); ranks that train apart for some steps "
+    "do so in a `with` block in place of run(), and average before each save"
+)
+DRAWN = (
+    "before the job, random numbers were drawn from another state of {names} than in the attempt before: what is made of them, but for tracked "
+    "weights, is not the same; begin with a seed (torch.manual_seed(0), np.random.seed(0)), or draw them in the function that the job calls"
+)
+SEEDED = (
+    "torch.manual_seed({own}) before the job does not seed it: the order of samples and all that is drawn in the job follow from its seed={seed}; "
+    "give Job(seed={own})"
+)
+BEYOND = "the run is at step {step}, and batches() ends with step {steps}: nothing is trained, and model.pt has the weights of step {step}"
+OWN_CHANGED = "values of own= have changed since {path} was written: {values}"
+BUFFERS = (
+    "{name} was another on each of the {before} ranks that saved it, and here are {now}: all go on with rank 0's, so what follows from it is not as "
+    "in an undisturbed run; resume with {before} ranks if it holds samples of each rank"
+)
+HOOK = (
+    "the communication hook {name} has a state that no checkpoint holds: a resume begins it anew, and ends with other weights; track an object "
+    "whose state_dict() and load_state_dict() are that state's, or register the hook without one"
+)
+WHOLE = (
+    "the loader's {sampler} does not divide the samples: each of {ranks} ranks would train on the same ones; write {line}, or give the loader "
+    "sampler=DistributedSampler(dataset) (with num_replicas=1, rank=0 if the ranks share a model that needs the same samples)"
+)
+RATES = (
+    "{name} is {first} on rank 0 and {own} on rank {rank}, so the ranks train by other rules: step a schedule such as ReduceLROnPlateau with "
+    "what all ranks have, as job.sum(loss) / job.world_size or a value of job.evaluate"
+)
+
+
+class Consistency:
+    """Compares ranks with each other, and this attempt with the checkpoint of an earlier one."""
+
+    def __init__(self, bootstrap: Bootstrap, tracked: Tracked):
+        self._bootstrap, self._options, self._tracked = bootstrap, bootstrap.options, tracked
+        self._world, self._start, self._kept = bootstrap.world, bootstrap.start, bootstrap.kept
+        self._is_other_length = False
+        """True on rank 0 if a checkpoint of another number of ranks has a schedule for another number of steps."""
+        self._own, self._own_before = own_of(self._options), own_before(self._options)
+        self._here, self._loaded_instead = built_options.options_of(tracked), ""
+        self.built = self._built()
+        """The options with which the run has begun; empty if they are not known."""
+        self._generators = dict[str, str]()
+
+    def begin(self) -> None:
+        """Note the state of the random number generators: nothing may draw until the batches are asked for."""
+        self._generators = state_of_generators()
+
+    def refuse_unequal(self) -> None:
+        """Raise ConfigError if the ranks' parameters differ. Collective."""
+        check_replicas(self._tracked.named, self._world, tolerance=0.0, what="the parameter", remedy=BUILD_ALIKE)
+
+    def refuse_others(self, saved: Saved) -> None:
+        """Raise ConfigError if a checkpoint is of other tracked objects. Collective."""
+        self._refuse("tracked", self._tracked.names, "track the same names")
+        self._refuse_built(saved)
+        self._refuse_of_ranks(saved)
+
+    def refuse_apart(self) -> None:
+        """Raise ConfigError if parameters or optimizers' states differ between ranks by more than rounding. Collective."""
+        check_replicas(self._tracked.named, self._world, tolerance=TOLERANCE, what="the parameter", remedy=TRAIN_ALIKE)
+        state = self._tracked.of_optimizers()  # whose parts come with a layer that is thawed
+        check_replicas(state, self._world, tolerance=TOLERANCE, what="the optimizer's", remedy=STEP_ALIKE)
+
+    def refuse_batches(self, source: BatchSource) -> None:
+        """Raise ConfigError, DataError or RankLost unless the batches can be trained on. Collective."""
+        self._refuse_draws()
+        self._refuse_moved_on(source)
+        self._refuse_data(source.facts)
+        self._refuse_length(source.total_steps)
+        self._refuse_whole(source)
+
+    def notes(self, source: BatchSource | None, *, step: int) -> Iterator[str]:
+        """Yield what an attempt that begins at `step` differs in, and what no checkpoint holds."""
+        if source and (text := note_of(source.facts.get("fingerprint", ""))):
+            yield text
+        changed = [
+            name
+            for name in self._own.keys() & self._own_before.keys()
+            if str(self._own[name]) != str(self._own_before[name])
+        ]
+        if changed and (saved := self._start.saved):
+            values = ", ".join(f"{name}={self._own_before[name]} is now {self._own[name]}" for name in sorted(changed))
+            yield OWN_CHANGED.format(values=values, path=saved.path)
+        if source and step > source.total_steps:
+            yield BEYOND.format(step=step, steps=source.total_steps)
+        for name, state in hooks_with_state(self._tracked.modules.values()) if self._world.size > 1 else ():
+            if not self._tracked.holds(state):
+                yield HOOK.format(name=name)
+        if self._loaded_instead:
+            yield self._loaded_instead
+        saved, now = self._start.saved, self._world.size
+        if (
+            saved
+            and (before := saved.manifest["world_size"]) != now
+            and (name := self._tracked.buffer_of_rank_0(saved.index()["tensors"]))
+        ):
+            yield BUFFERS.format(name=name, before=before, now=now)
+        drawn, of_before = self._kept.drawn or {}, saved.manifest.get("drawn") if saved else None
+        if isinstance(of_before, dict):  # a number, of torch alone, until 2026-11-29
+            names = [f"{name}'s generator" for name in sorted(drawn) if of_before.get(name, drawn[name]) != drawn[name]]
+            if names:
+                yield DRAWN.format(names=" and ".join(names))
+        seed, own = self._options.seed, self._kept.seeded
+        if own is not None and own != seed:
+            yield SEEDED.format(own=own, seed=seed)
+        if self._world.is_borrowed and (text := external_group.why_restart_may_hang()):
+            yield text
+        if why := self._bootstrap.why_no_survival:
+            yield WHY_NOT.format(key=JobTrainee.key, why=why)
+
+    def _refuse_data(self, facts: Mapping[str, Any]) -> None:
+        fixed = ", ".join(f"{name}={value}" for name, value in facts.items())
+        self._world.same("batches()", fixed, remedy="give every rank the same arguments and data", error=ConfigError)
+        for name, value in facts.items():
+            remedy = "restore the data" if name == "fingerprint" else f"give batches() the {name} of before"
+            self._refuse(name, value, remedy, within="batches")
+
+    def _refuse_whole(self, batch_source: BatchSource) -> None:
+        """Raise ConfigError for a loader that gives all ranks the same samples. A data set of each rank's own is divided already."""
+        if self._world.size == 1 or not isinstance(batch_source, LoaderSource):
+            return
+        found = self._world.gather([batch_source.is_whole, batch_source.fingerprint() if batch_source.is_whole else ""])
+        is_alike = batch_source.is_whole and all(each == found[0] for each in found)
+        told = (
+            {"sampler": batch_source.sampler, "ranks": self._world.size, "line": batch_source.line(self._world.size)}
+            if is_alike
+            else {}
+        )
+        self._world.together(ConfigError(WHOLE.format(**told)) if told else None)
+
+    def _refuse_moved_on(self, batch_source: BatchSource) -> None:
+        """Raise RankLost if a source that this process has read since an earlier attempt keeps a position of its own."""
+        kinds = self._world.gather(moved_on(batch_source.source) if self._kept.survival else "")
+        rank = next((rank for rank, kind in enumerate(kinds) if kind), None)
+        if rank is not None:
+            kind = kinds[rank]
+            raise RankLost(
+                f"{kind} was built before run() and has moved on on rank {rank}, which a rank that is restarted in place has not: all ranks "
+                f"restart; build it in the function that run() calls",
+                rank=rank,
+            )
+
+    def _built(self) -> dict[str, Any]:
+        if self._start.saved:
+            return self._start.saved.manifest.get("built") or {}
+        kept = self._kept
+        kept.built = kept.built or self._here
+        return kept.built
+
+    def _refuse_built(self, saved: Saved) -> None:
+        """Raise ConfigError for an optimizer or a schedule with other options than before.
+
+        At another world size, from which they may follow, it is noted, unless a value of the script's own has changed alike.
+        """
+        changed, failure = [*built_options.differences(self.built, self._here)], None
+        if changed and self._world.is_first and not self._world.again:
+            text = built_options.told(saved.path, changed)
+            ranks = saved.manifest["world_size"], self._world.size
+            own = self._own_before, self._own
+            is_given = any(built_options.is_changed_alike(*own, each, ranks=ranks) for each in changed)
+            if is_given or ranks[0] == ranks[1]:
+                later = (
+                    ""
+                    if built_options.is_scheduled(self._tracked)
+                    else ", and set another one after track(), in every attempt"
+                )
+                failure = ConfigError(f"{text}: build it as before{later}; or use another folder")
+            else:  # perhaps it follows from the number of ranks
+                self._loaded_instead = text
+            self._is_other_length = any(built_options.is_length(self._tracked, each) for each in changed)
+        self._world.together(failure)
+
+    def _refuse_of_ranks(self, saved: Saved) -> None:
+        """Raise ConfigError for a rank's own state beside parameters and buffers, saved at another world size."""
+        others = {name for name in saved.index()["tensors"] if name.startswith(own_prefix(1))}
+        extra = next((name for name in self._tracked.beside if f"{own_prefix(1)}{name}" in others), "")
+        if extra and saved.manifest["world_size"] != self._world.size:
+            raise ConfigError(
+                f"{saved.path} has a state {extra} of each of its {saved.manifest['world_size']} ranks, such as a metric's sums, and here are "
+                f"{self._world.size}: resume with as many, or reset it and leave it out of track()"
+            )
+
+    def refuse_rates(self) -> None:
+        """Raise ConfigError if the ranks' optimizers differ in options, as after a schedule that follows a rank's own loss."""
+        own, failure = self._tracked.rates(), None
+        first: dict[str, float] = self._world.broadcast(own)
+        if apart := [name for name in own.keys() & first.keys() if repr(own[name]) != repr(first[name])]:
+            name, rank = min(apart), self._world.rank
+            failure = ConfigError(RATES.format(name=name, first=f"{first[name]:g}", own=f"{own[name]:g}", rank=rank))
+        self._world.together(failure)
+
+    def _refuse_length(self, total_steps: int) -> None:
+        """Raise ConfigError if both a schedule and the run have another length: that does not follow from the number of ranks."""
+        saved, failure = self._start.saved, None
+        if self._is_other_length and saved and saved.manifest.get("total_steps") != total_steps:
+            lengths = f"total_steps={saved.manifest.get('total_steps')}, and this is total_steps={total_steps}"
+            failure = ConfigError(f"{self._loaded_instead} ({lengths}): build it as before; or use another folder")
+        self._world.together(failure)
+
+    def _refuse_draws(self) -> None:
+        """Raise ConfigError if the script has drawn random numbers since `track`: a resumed attempt would draw others."""
+        failure = ConfigError(
+            "random numbers were drawn between track() and batches(), where a resume draws others: draw them before "
+            "track(), or from a generator of their own"
+        )
+        self._world.together(failure if drawn_from(self._generators) else None)
+
+    def _refuse(self, name: str, value: Any, remedy: str, *, within: str | None = None) -> None:
+        """Raise ConfigError or DataError unless the checkpoint has this value, or none."""
+        saved = self._start.saved
+        manifest = saved.manifest if saved else {}
+        before = (manifest.get(within) or {}).get(name) if within else manifest.get(name)
+        if before is not None and before != value and saved:
+            kind = DataError if name == "fingerprint" else ConfigError
+            raise kind(
+                f"{saved.path} was written with {name}={_listed(before)}, and this is {name}={_listed(value)}: {remedy}, or "
+                "use another folder"
+            )
+
+
+def _listed(value: Any) -> Any:
+    return ", ".join(value) if isinstance(value, list) else value

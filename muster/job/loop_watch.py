@@ -1,0 +1,253 @@
+"""What a loop does that no checkpoint can know: it is looked for while the loop runs, and told once, in a note."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DistributedSampler
+
+from muster.checkpoint.tensor_versions import Changes
+from muster.data.fingerprint import hash_of, look
+from muster.errors import ConfigError
+from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, parts_of, read_now
+from muster.job.carried_state import BEST, COUNT, STATE, carried
+from muster.job.own_objects import OwnDraws, OwnNumbers, OwnTensors
+from muster.job.tracked_state import Tracked
+from muster.job.trainee import Reached
+from muster.world.group import World
+
+UNTRACKED = "{name} steps the model and is not tracked: a resume, or the death of a rank, would begin its state anew; name it: track(model=..., optimizer=...)"
+UNSCHEDULED = (
+    "{kind}, the schedule of {name}, is not tracked: a resume, or the death of a rank, would begin it anew; name it: track(schedule=...), also if your "
+    "code sets it from job.steps_done"
+)
+NO_OPTIMIZER = (
+    "no optimizer is tracked: what the loop itself keeps for its updates, such as a rate in a variable, is in no checkpoint, and a resume, or the "
+    "death of a rank, begins it anew; follow it from job.steps_done, or track an object that holds it"
+)
+CARRIED = "{name} {verb} from batch to batch in a variable of the loop ({line}), which is in no checkpoint: a resume, or the death of a rank, begins it anew"
+REMEDIES = {
+    STATE: ", and other weights may follow; keep it in a buffer of a tracked module, if training reads it",
+    COUNT: "; give it to job.step(name=value) or job.log, whose means go on, or follow it from job.steps_done",
+    BEST: "; let job.evaluate(..., best=name) choose, and read job.best, or follow it from job.steps_done",
+}
+FORGOTTEN = (
+    "{name} is changed by the loop and is not tracked: a resume, or the death of a rank, would begin it anew; name it: track({short}={name}), which "
+    "takes a module, or any object with state_dict() and load_state_dict(), unless a tracked object saves it or each step sets it anew"
+)
+OWN_NUMBERS = (
+    "{names} {verb} changed by the loop and in no checkpoint: a resume, or the death of a rank, begins {them} anew; track an object that has such "
+    "numbers in its state_dict(), let job.evaluate(..., best=name) choose the best, or follow them from job.steps_done"
+)
+MODE = (
+    "{name} is trained in evaluation mode at step {step}, and was in training mode before, so dropout and batch norm work otherwise: call train() "
+    "after an evaluation of your own; job.evaluate does so"
+)
+NAMED = 4
+OWN_GENERATOR = (
+    "the loop draws from {name}, which no checkpoint has: a resume, or the death of a rank, begins it anew, unless your code seeds it from "
+    "job.steps_done; draw from the global generators of Python, NumPy or torch, which are saved"
+)
+OWN_LOADER = (
+    "the loop reads a DataLoader by itself: after a resume, or the death of a rank, it begins with the loader's first batch again, unless your code goes "
+    "on from job.steps_done{more}; give the loader to job.batches(), which goes on with the next batch"
+)
+SAME_ORDER = (
+    "the loop's DistributedSampler has the same epoch as an epoch ago, so the samples come in the same order: call sampler.set_epoch(epoch), or give "
+    "the loader to job.batches(), which does"
+)
+UNDIVIDED = ", and its {sampler} does not divide the samples among the ranks"
+ALIKE = (
+    "the first batch of the loader is the same on all {ranks} ranks: unless this is meant, let each rank's sampler or stream have its own share "
+    "of the samples, by job.rank and job.world_size, or give batches() the data set itself"
+)
+FROZEN = (
+    "{name} was thawed before the state was saved that this attempt goes on from, and is frozen here, so it is trained no further: "
+    "thaw it after track() where job.steps_done says that it was"
+)
+LOOKS = 100
+"""The steps in which a loop is looked at, and its own numbers before each checkpoint after them."""
+
+
+class LoopWatch:
+    """Looks at a loop's optimizers, modules and variables, from `open` on.
+
+    tell: records a note under a name, once. refuse_survival: says why no rank's death is survived.
+    """
+
+    def __init__(
+        self,
+        tracked: Tracked,
+        reached: Reached,
+        world: World,
+        *,
+        tell: Callable[[str, str], None],
+        refuse_survival: Callable[[str], None],
+    ):
+        self._tracked, self._reached, self._world = tracked, reached, world
+        self._tell, self._refuse_survival = tell, refuse_survival
+        self._batch_source: BatchSource | None = None
+        self._stepped = set[int]()
+        """The optimizers that have made a step, tracked or not."""
+        self._begun = 0
+        """The steps that have begun in this attempt."""
+        self._has_looked = self._has_seen_batch = False
+        self._own_draws, self._own_numbers, self._own_tensors = OwnDraws(), OwnNumbers(), OwnTensors()
+        self._own_sampler: tuple[ref[DistributedSampler[Any]], int, int] | None = None
+        """The sampler of the loop's own loader, its epoch after the first step, and a step of the next one."""
+        self._has_trained = set[str]()
+        """The modules that were in training mode at a step."""
+        self._looks = 0 if tracked.optimizers or tracked.others else LOOKS
+        """The steps after which a loop without an optimizer is still asked whether it trains."""
+        self._at_first = Changes(tracked.named.items() if self._looks else ())
+
+    def open(self, batch_source: BatchSource | None, *, is_new: bool) -> Callable[[], None]:
+        """Look at optimizers from now on; return the call that ends this. is_new: no attempt before has made a step."""
+        self._batch_source = batch_source
+        self._at_first.look()
+        return self._see_optimizers(is_new=is_new)
+
+    def begin_step(self) -> None:
+        """Look at the script's own objects before the body of a step."""
+        self._begun += 1
+        if self._begun == 1:
+            self._own_numbers.begin(sys._getframe(), self._apart)
+        if self._begun <= LOOKS:
+            known = {id(each) for each in (*self._tracked.parameters(), *self._tracked.buffers().values())}
+            self._own_draws.begin(sys._getframe())
+            self._own_tensors.begin(sys._getframe(), known, self._tracked.holds)
+        elif self._begun == LOOKS + 1:
+            self._own_draws, self._own_tensors = OwnDraws(), OwnTensors()  # which hold some no longer
+
+    def end_step(self, *, epoch: int, is_saved: bool) -> None:
+        """Look at what the body of a step has changed. is_saved: a checkpoint of it follows."""
+        if self._looks:
+            self._looks -= 1
+            self._note_untracked()
+        if not self._has_looked:
+            self._has_looked = True
+            self._look_once()
+        if self._begun <= LOOKS or is_saved:
+            self._look_at_own(epoch)
+        if self._own_sampler and self._reached.step == self._own_sampler[2]:
+            sampler = self._own_sampler[0]()
+            if sampler is not None and sampler.epoch == self._own_sampler[1]:
+                self._tell("set_epoch", SAME_ORDER)
+
+    def _see_optimizers(self, *, is_new: bool) -> Callable[[], None]:
+        """Note an untracked optimizer that steps tracked parameters: a resume begins it anew, and no death is survived.
+
+        So would an untracked schedule. Both are refused in a run that begins, if no tracked object may hold them unseen.
+        """
+        seen, trained = self._stepped, {id(each) for each in self._tracked.parameters()}
+        untracked = dict[int, tuple[ref[Optimizer], int]]()
+
+        def look(optimizer: Optimizer, *_: Any) -> None:
+            if id(optimizer) in seen:
+                if (
+                    (first := untracked.get(id(optimizer)))
+                    and first[0]() is optimizer
+                    and self._reached.step > first[1]
+                ):
+                    raise ConfigError(UNTRACKED.format(name=type(optimizer).__name__))
+                return
+            seen.add(id(optimizer))
+            stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            if not trained & stepped:
+                return
+            name = type(optimizer).__name__
+            knows_all = all(isinstance(each, LRScheduler) for each in self._tracked.others.values())
+            is_certain = knows_all and is_new
+            if not self._tracked.saves(optimizer):
+                if (
+                    is_certain and optimizer.state
+                ):  # refused in another step: one that is made in each begins anew anyway
+                    untracked[id(optimizer)] = ref(optimizer), self._reached.step
+                    return
+                self._tell(f"untracked {name}", UNTRACKED.format(name=name))
+                self._refuse_survival(f"{name} is not tracked")
+            found = self._tracked.untracked_schedules(optimizer)
+            if found and is_certain:
+                found.clear()
+                gc.collect()  # one that was replaced may be in a cycle of references
+                found = self._tracked.untracked_schedules(optimizer)
+            for each in found:
+                kind = type(each).__name__
+                text = UNSCHEDULED.format(kind=kind, name=name)
+                if is_certain:
+                    raise ConfigError(text)
+                self._tell(f"untracked {kind}", text)
+
+        return register_optimizer_step_post_hook(look).remove
+
+    def _note_untracked(self) -> None:
+        """Note that a loop without an optimizer trains by a rule of its own."""
+        if not self._stepped and (self._at_first.changed() or self._at_first.changed_unseen()):
+            self._looks = 0
+            self._tell("no optimizer", NO_OPTIMIZER)
+
+    def _look_once(self) -> None:
+        """Note, after the first step, what the loop does that a checkpoint cannot know."""
+        if self._world.is_first and (name := self._tracked.frozen_again()):
+            self._tell("frozen", FROZEN.format(name=name))
+        found = defaultdict[tuple[str, str], list[str]](list)
+        for name, line, kind in [*carried(sys._getframe(), {*map(id, self._tracked.parameters())})]:
+            found[kind, str(line)].append(name)
+        for (kind, where), names in found.items():
+            verb, remedy = "goes" if len(names) == 1 else "go", REMEDIES[kind]
+            text = CARRIED.format(name=", ".join(names), verb=verb, line=where)
+            self._tell(f"carried {', '.join(names)}", text + remedy)
+        is_tracked = any(hasattr(each, "__iter__") for each in self._tracked.others.values())
+        if self._batch_source is None and not is_tracked and (batches := read_now()) is not None:
+            apart = self._world.size > 1 and is_undivided(batches)
+            more = UNDIVIDED.format(sampler=type(batches.sampler).__name__) if apart else ""
+            self._tell("own loader", OWN_LOADER.format(more=more))
+            if isinstance(batches.sampler, DistributedSampler) and batches.sampler.shuffle:
+                self._own_sampler = ref(batches.sampler), batches.sampler.epoch, self._reached.step + len(batches)
+
+    def _look_at_own(self, epoch: int) -> None:
+        """Note what the step has changed in objects of the script's own that are not tracked."""
+        step = self._reached.step
+        if drawn := self._own_draws.drawn(sys._getframe()):
+            self._tell("own generator", OWN_GENERATOR.format(name=drawn))
+        for name in self._own_tensors.changed() or ():
+            text = FORGOTTEN.format(name=name, short=name.rpartition(".")[2])
+            self._tell(f"own {name}", text)
+        known = {step, step - 1, epoch, epoch + 1}
+        found = self._own_numbers.changed(sys._getframe(), self._apart, known=known)
+        if found:
+            names = [*found[:NAMED], *(["..."] if found[NAMED:] else [])]
+            verb, them = ("is", "it") if len(found) == 1 else ("are", "them")
+            self._tell(f"own {found[0]}", OWN_NUMBERS.format(names=", ".join(names), verb=verb, them=them))
+
+    def _apart(self) -> set[int]:
+        """The ids of objects whose numbers a checkpoint has, or this job sets."""
+        optimizers = self._tracked.optimizers.values()
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        saved = (*self._tracked.others.values(), *optimizers, *groups)
+        return {*map(id, saved), *map(id, parts_of(self._batch_source.source) if self._batch_source else ())}
+
+    def see_modes(self) -> None:
+        """Note a model that is trained in evaluation mode, and was in training mode before."""
+        for name, module in self._tracked.modules.items():
+            if module.training:
+                self._has_trained.add(name)
+            elif name in self._has_trained and self._tracked.trains(module):
+                self._has_trained.remove(name)
+                self._tell(f"mode of {name}", MODE.format(name=name, step=self._reached.step))
+
+    def see_batch(self, batch: Any) -> None:
+        """Record a note if the first batch of the loop's own loader is the same on all ranks. Collective."""
+        if self._has_seen_batch or self._world.size == 1 or not isinstance(self._batch_source, LoaderSource):
+            return
+        self._has_seen_batch, digests = True, self._world.gather(hash_of(look(batch)))
+        if len({*digests}) == 1:
+            self._tell("alike", ALIKE.format(ranks=self._world.size))
