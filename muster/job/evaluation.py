@@ -16,7 +16,7 @@ from muster.attempt.best import best_of, change_of_search, value_of
 from muster.attempt.evaluation import sums_over
 from muster.checkpoint.manager import Checkpoints
 from muster.checkpoint.schemas import direction
-from muster.checkpoint.tensor_versions import Place, place
+from muster.checkpoint.tensor_versions import Changes
 from muster.code_location import described
 from muster.data.fingerprint import fingerprint
 from muster.data.loader import Batch, LoaderConfig, batches
@@ -148,7 +148,7 @@ class Evaluations:
         """The best evaluation so far (attempt/best.py)."""
         self._search: tuple[tuple[str, str], int, str, float] | None = None
         """By which metric and direction this attempt has last chosen it; at which step, on which data, and the value."""
-        self._chosen: list[Place] = []
+        self._chosen: Changes | None = None
         """The parameters as they were when an evaluation was the best."""
         self._chosen_on: tuple[Callable[[], Any], str] | None = None
         """The data set of the last evaluation that has chosen, held weakly, and its fingerprint."""
@@ -203,15 +203,16 @@ class Evaluations:
             self.best = None
         self.best = best_of(self.best, value, checkpoints, metric=metric, mode=mode, step=step, data=data)
         if self.best["step"] == step:
-            self._chosen = [*map(place, self._tracked.parameters())]
+            self._chosen = Changes(self._tracked.named.items())
+            self._chosen.look()
         return bool(self.best["step"] == step)
 
     def swapped(self, step: int) -> str:
         """Return, before `step` is saved, a line if it was the best evaluation of other weights; empty if not. It is said once."""
-        chosen, self._chosen = self._chosen, []
-        is_of_step = self.best is not None and self.best["step"] == step
-        is_same = not chosen or chosen == [*map(place, self._tracked.parameters())]
-        return SWAPPED.format(step=step) if is_of_step and not is_same else ""
+        chosen, self._chosen = self._chosen, None
+        if chosen is None or self.best is None or self.best["step"] != step:
+            return ""
+        return SWAPPED.format(step=step) if chosen.changed() or chosen.changed_unseen() else ""
 
     def _fingerprint(self, dataset: Any) -> str:
         """Return rank 0's fingerprint of an evaluation's data set, looked at once. Collective."""

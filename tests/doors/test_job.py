@@ -901,6 +901,10 @@ WEIGHTED = "job.track(model=model); job.batches(data, batch_size=8, epochs=1, we
         (f"{LOOP}optimizer.step(); job.should_stop", "should_stop came after optimizer.step()"),
         (f"{LOOP}job.step(); job.save()".replace("=8,", "=8, micro_batch_size=3,"), "between two micro-batches"),
         (
+            f"{LOOP}optimizer.step(); job.step()".replace("=8,", "=8, micro_batch_size=3,"),
+            "optimizer.step() came before the step's last micro-batch",
+        ),
+        (
             "job.track(model=model); job.batches(torch.utils.data.DataLoader(data), micro_batch_size=2, epochs=1)",
             "leave micro_batch_size out",
         ),
@@ -1293,6 +1297,27 @@ def test_every_sample_is_evaluated_once_and_with_the_same_random_numbers_at_any_
         assert result.out.count("{'mean': 202.5, 'sum': 2025.0}") == ranks, result.out
         noises += [[result.lines("eval")[1][f"noise{number}"] for number in range(10)]]
     assert noises == [noises[0]] * 4 and len({*noises[0]}) == 10
+
+
+def test_weights_that_are_put_in_for_the_best_evaluation_and_taken_out_again_are_told(place):
+    evaluate = "job.evaluate(data, lambda batch: {'loss': (model(batch[0]) - 1)[:, 0] ** 2}, best='loss')"
+    within = "(model(x) - y).pow(2).mean().backward(); optimizer.step(); optimizer.zero_grad(); job.step()"
+    swapped = f"{LOOP}{within}; kept = model.weight.clone(); model.weight.data *= 0.9; {evaluate}; model.weight.data.copy_(kept)"
+    result = wrong(place("swapped"), swapped)
+    assert any("has changed the model since evaluate(best=...)" in text for text in notes(result)), result.out
+    alone = wrong(place("alone"), f"{LOOP}{within}; {evaluate}")
+    assert alone.code == 0 and not notes(alone), alone.out
+
+
+def test_a_value_of_ones_own_that_has_changed_is_told_at_a_resume(place):
+    folder = place("own")
+    for beta, stop in ((0.9, 3), (0.99, 0)):
+        job = WITH.replace("save_every", f"own={{'beta': {beta}}}, save_every")
+        body = f"{LOOP}job.step()\n        if job.steps_done == {stop}: raise SystemExit(75)"
+        (folder / "wrong.py").write_text(f"{START}{job}{body}\n")
+        result = run(folder, script="wrong", code=None)
+    [text] = notes(result)
+    assert text.startswith("values of own= have changed since") and text.endswith("beta=0.9 is now 0.99"), result.out
 
 
 def test_a_loop_of_ones_own_can_ask_whether_to_stop(place):
