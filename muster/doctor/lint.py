@@ -141,7 +141,10 @@ def processors_lost(text: str) -> Iterator[tuple[int, str]]:
     if not is_given or re.search(r"^[^#\n]*SRUN_CPUS_PER_TASK", text, re.M):
         return
     for number, line in commands(text):
-        is_srun = re.match(r"\s*(?:\w+=\S*\s+)*(?:(?:exec|time)\s+)?srun\b(?!\s+\$)", line)  # whose variable may say it
+        begin = r"(?:^|[;&|(]|\bthen|\bdo)\s*(?:\w+=\S*\s+)*(?:(?:exec|time)\s+)?"
+        is_srun = not line.lstrip().startswith("#") and re.search(
+            rf"{begin}srun\b(?!\s+\$)", line
+        )  # whose variable may say it
         if is_srun and not re.search(r"--cpus-per-task|\s-c[\s=]*[\"']?[\d$]", line):
             yield number, "srun does not inherit --cpus-per-task: pass it here as well, or export SRUN_CPUS_PER_TASK"
 
@@ -366,7 +369,7 @@ def service_as_endpoint(text: str) -> Iterator[tuple[int, str]]:
     services = {
         name_of(each)
         for each in documents
-        if each.get("kind") == "Service" and mapping(each, "spec").get("clusterIP") != "None"
+        if each.get("kind") == "Service" and mapping(each, "spec").get("clusterIP") != "None" and not of_one_pod(each)
     }
     for match in re.finditer(r"(?:--rdzv[-_]endpoint=|RDZV_ENDPOINT\D+?value:\s*)[\"']?([\w.-]+)", text):
         if match[1].split(".")[0] in services:
@@ -374,6 +377,15 @@ def service_as_endpoint(text: str) -> Iterator[tuple[int, str]]:
                 line_at(text, match.start()),
                 f"{match[1]} is a Service that spreads over all pods: each would meet itself or another; use a headless one and pod 0's name",
             )
+
+
+def of_one_pod(service: dict[str, Any]) -> bool:
+    """Return True if a label by which a Service selects pods is one pod's own, such as its name or index."""
+    selected = mapping(mapping(service, "spec"), "selector")
+    return any(
+        re.search(r"pod-name|pod-index|completion-index|replica-index|replica-type|job-role", str(key))
+        for key in selected
+    )
 
 
 def trainer_missing(text: str) -> Iterator[tuple[int, str]]:
