@@ -539,6 +539,21 @@ def test_a_script_that_is_not_there_ends_at_once(slurm, checkout):
 
 
 @pytest.mark.nightly
+def test_a_job_from_another_folder_and_an_environment_that_is_not_there_are_said(slurm, checkout, tmp_path):
+    (tmp_path / "slurm/logs").mkdir(parents=True)
+    for script, cwd, env, says in (
+        (str(checkout / "slurm/ddp.sbatch"), tmp_path, {}, "run sbatch in the project's folder"),
+        ("slurm/ddp.sbatch", checkout, {"VENV": "/none"}, "VENV=/none has no bin/activate"),
+    ):
+        job = re.search(r"job (\d+)", slurm.on("ctl", "sbatch", script, cwd=cwd, env=env))[1]
+        state = slurm.ended(job)
+        assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+        assert says in logs(cwd)
+    job = slurm.sbatch(checkout, "max_steps=3", flags=(f"--chdir={tmp_path}",))
+    assert slurm.ended(job)["JobState"] == "COMPLETED", logs(tmp_path)
+
+
+@pytest.mark.nightly
 def test_submit_a_script_of_ones_own(slurm, checkout, tmp_path):
     mine.write(checkout)
     words = ("cluster.nodes=2", "--", "my script.py", f"--out={tmp_path}", "--steps=200", "--step-s=0.1")
