@@ -1,4 +1,4 @@
-"""Nodes whose clocks are a minute apart, each with the agent that `muster launch node` starts."""
+"""Pods of a PyTorchJob as processes, each with the agent that `muster launch node` starts: clocks a minute apart, names of their nodes."""
 
 import contextlib
 import re
@@ -19,12 +19,13 @@ class Nodes(Job):
         super().__init__(folder)
         self.overrides, self.nnodes, self.port, self.started = overrides, nnodes, free_port(), []
 
-    def start(self, *, moved=0):
-        """One more, whose clock is `moved` by seconds; the first one holds the rendezvous store."""
+    def start(self, *, moved=0, **pod):
+        """One more, whose clock is `moved` by seconds; the first one holds the rendezvous store. pod: more variables of it, None for none."""
         env = environment(
             PET_RDZV_ENDPOINT=f"localhost:{self.port}", PET_NNODES=self.nnodes, PET_NPROC_PER_NODE="1", POD_IP="127.0.0.1",
             HOSTNAME="another" if self.started else "localhost", GRACE_S="60", CLOCK_MOVED=str(moved),
         )  # fmt: skip
+        env = {name: value for name, value in {**env, **pod}.items() if value is not None}
         env["PYTHONPATH"] = f"{ROOT / 'tests/kit/moved'}:{env['PYTHONPATH']}"
         line = [sys.executable, "-m", "train.launch", "node", f"output_dir={self.folder}", *QUIET, *self.overrides]
         with (self.folder.parent / f"node-{len(self.started)}.log").open("w") as log:
@@ -88,4 +89,28 @@ def test_nodes_whose_clocks_are_a_minute_off_come_late_and_are_lost_again(tmp_pa
             job.trains_on(1)
         job.started[0].send_signal(signal.SIGTERM)
         assert job.codes() == [143, -signal.SIGKILL, -signal.SIGKILL], job.log
+    assert job.result().outcome["outcome"] == "preempted"
+
+
+@pytest.mark.nightly
+def test_pods_that_have_the_names_of_their_nodes_meet_by_their_own(tmp_path):
+    """As with hostNetwork."""
+    with nodes(tmp_path / "run", "2", "max_steps=3") as job:
+        for pod in ("other", "localhost"):
+            job.start(HOSTNAME="node-7", POD_NAME=pod)
+        assert job.codes() == [0, 0], job.log
+    assert job.result().events("start")[0]["world_size"] == 2
+
+
+@pytest.mark.nightly
+def test_pods_of_a_master_and_a_worker_are_started_again_after_a_preemption(tmp_path):
+    """Without an elasticPolicy; with restartPolicy ExitCode 75 would fail the job."""
+    with nodes(tmp_path / "run", "2", "max_steps=1000000", *pace(0.05)) as job:
+        for rank in range(2):
+            static = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(job.port), "PET_NODE_RANK": str(rank)}
+            job.start(PET_RDZV_ENDPOINT=None, **static)
+        job.trains_on(2)
+        for each in job.started:
+            each.send_signal(signal.SIGTERM)
+        assert job.codes() == [143, 143], job.log
     assert job.result().outcome["outcome"] == "preempted"
