@@ -1,4 +1,4 @@
-"""What a user's loop is in the middle of when it saves: an optimizer's step not yet counted, gradients not yet used."""
+"""What a user's loop is in the middle of when it saves: a pass, an optimizer's step not yet counted, gradients not yet used."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from muster.checkpoint.tensor_versions import Place, place
 from muster.errors import ConfigError
 from muster.world.dtensor import in_pieces
 
@@ -22,11 +23,15 @@ class Accumulation:
     them, they belong to the next step, or the loop adds to them for ever. Most loops throw them away. The next backward pass, or the
     optimizer's next step, shows it. Until then, a loop that has ever needed them counts as needing them.
 
-    names: parameter -> its name in checkpoints.
+    names: parameter -> its name in checkpoints. buffers: those of the modules, likewise.
     """
 
-    def __init__(self, optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str]):
-        self._optimizers, self._names = optimizers, names
+    def __init__(self, optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str], buffers: Mapping[str, Tensor]):
+        self._optimizers, self._names, self._buffers = optimizers, names, buffers
+        self._marked: tuple[dict[int, tuple[Callable[[], Any], int]], list[Place]] = ({}, [])
+        """The gradients and their versions, and the buffers' places, between two steps."""
+        self._is_counted = False
+        """True once the step is counted, until its body has ended: what is there then belongs to it."""
         self._stepped, self._begun = set[str](), set[str]()
         self._idle = set[str]()  # a fresh or restored optimizer has no gradients
         self.habits: dict[str, bool] = {}
@@ -45,7 +50,7 @@ class Accumulation:
 
     def count(self) -> None:
         """Count a step of the job."""
-        self._idle, self._stepped = self._optimizers.keys() - self._stepped, set()
+        self._idle, self._stepped, self._is_counted = self._optimizers.keys() - self._stepped, set(), True
 
     def end_step(self) -> None:
         """Note the gradients that are left at the end of the loop's body."""
@@ -58,6 +63,51 @@ class Accumulation:
                 first = self._first.get(name)
                 watched: list[Any] = [each for each in found if each is first] or found
                 self._hooks[name] = [each.register_hook(partial(self._see, name, ref(each))) for each in watched]
+
+        self.mark()
+
+    def mark(self) -> None:
+        """Note that no step has begun."""
+        there: dict[int, tuple[Callable[[], Any], int]] = {
+            id(each): (ref(each.grad), each.grad._version) for each in self._names if each.grad is not None
+        }
+        self._marked, self._is_counted = (there, []), False
+        self.mark_buffers()
+
+    def mark_buffers(self) -> None:
+        """Note that buffers are those of the last step: an evaluation gives them other versions."""
+        self._marked = self._marked[0], [*map(place, self._buffers.values())]
+
+    def begun(self, *, buffers: bool) -> str:
+        """Return what a pass of the next step has added to, so that a checkpoint of the last one lacks it; empty if nothing.
+
+        Gradients where none was left are the pass's own: a checkpoint leaves them out. buffers: look at these, too.
+        """
+        there, places = self._marked
+        if self._is_counted:
+            return ""
+        for name, parameters in self._parameters().items():
+            for each in parameters if self._may_need(name) else ():
+                grad, version = there.get(id(each), (None, 0))
+                is_same = grad is None or each.grad is None or (each.grad is grad() and each.grad._version == version)
+                if not is_same and _some([each.grad]):
+                    return f"the gradient of {self._names[each]}"
+        now = map(place, self._buffers.values() if buffers else ())
+        return next(
+            (
+                f"the buffer {name}"
+                for name, *both in zip(self._buffers, places, now, strict=False)
+                if both[0] != both[1]
+            ),
+            "",
+        )
+
+    def _may_need(self, name: str) -> bool:
+        return name in self._idle or self.habits.get(name, True)
+
+    def _is_of_pass(self, parameter: Tensor) -> bool:
+        """Return True for a gradient that a pass of the next step has made."""
+        return not self._is_counted and id(parameter) not in self._marked[0]
 
     def _see(self, name: str, first: Callable[[], Any], _: Tensor) -> None:
         """Note whether the loop has thrown away the gradients left, before a backward pass adds to the first one."""
@@ -123,9 +173,9 @@ class Accumulation:
         return {
             self._names[each]: each.grad
             for name, parameters in self._parameters().items()
-            if name in self._idle or self.habits.get(name, True)
+            if self._may_need(name)
             for each in parameters
-            if each.grad is not None and (in_pieces(each.grad) or _some([each.grad]))
+            if each.grad is not None and not self._is_of_pass(each) and (in_pieces(each.grad) or _some([each.grad]))
         }
 
     def zeroed(self, kept: Collection[str] = ()) -> list[str]:
@@ -133,7 +183,11 @@ class Accumulation:
 
         An optimizer skips a parameter without a gradient, but not one whose gradient a loop has set to zero.
         """
-        there = {name for each, name in self._names.items() if each.grad is not None and not each.grad.is_sparse}
+        there = {
+            name
+            for each, name in self._names.items()
+            if each.grad is not None and not each.grad.is_sparse and not self._is_of_pass(each)
+        }
         return sorted(there.difference(kept))
 
     def restore(self, gradients: Mapping[str, Any], zeroed: Collection[str] = ()) -> None:

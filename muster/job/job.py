@@ -318,6 +318,8 @@ class Job(JobOptions):
         """
         services = self._between_steps("evaluate()")
         services.tracked.accumulation.refuse("evaluate()")
+        if best is not None:
+            services.refuse_begun()
         if not is_loader(dataset):  # which is refused
             services.evaluations.refuse_other_samples(dataset)
 

@@ -93,6 +93,7 @@ class LoopServices:
         self.unfinished = self._unfinished()
         self.start.restore(self.trainee)
         self._seed_step()
+        self.tracked.accumulation.mark()
         self.consistency.begin()
         writes = partial(report, self.folder.path) if self.world.is_first else None
         bootstrap.life.restored(self.reached, report=writes)
@@ -279,9 +280,27 @@ class LoopServices:
         """True if the rest of the loop's body is still to come: it belongs to the last step."""
         return self.is_within and not self.has_left
 
+    def _has_begun(self) -> bool:
+        """Return True if a pass of the next step has added to what a checkpoint holds on a rank: a resume would make it again. Collective."""
+        return self.world.lowest(bool(self._begun())) is not None
+
+    def _begun(self) -> str:
+        """See `Accumulation.begun`. After the last step, or in a loop with batches of its own, another pass may be meant for the buffers."""
+        return "" if self.is_over else self.tracked.accumulation.begun(buffers=self.batch_source is not None)
+
+    def refuse_begun(self) -> None:
+        """Raise ConfigError if a pass of the next step has been made: the best checkpoint would have half of it."""
+        if self.reached.step and (changed := self._begun()):
+            raise ConfigError(
+                f"evaluate(best=...) came after a pass that has changed {changed}, and before job.step(): the checkpoint of step "
+                f"{self.reached.step} would have a part of the next one; call it before the pass, or after job.step()"
+            )
+
     def ask_to_save(self) -> None:
         """Save this step: now, or once the loop's body has ended. Collective."""
-        if self._owes_body:  # a resume would go on with the next batch, and never do the rest of the body
+        if (
+            self._owes_body or self._has_begun()
+        ):  # a resume would go on with the next batch, and never do the rest of the body
             self._is_asked_to_save = True
         else:
             self.save()
@@ -299,6 +318,12 @@ class LoopServices:
     def save_as_asked(self) -> bool:
         """Save if the loop has asked for it in a body that it then left; return whether it has. Collective."""
         is_asked, self._is_asked_to_save = self._is_asked_to_save, False
+        if is_asked and self._has_begun():
+            if self.world.is_first:
+                say(
+                    f"muster: step {self.reached.step} is not saved: the loop was left after a pass of the next step and before job.step()"
+                )
+            return False
         if is_asked:
             self.save()
         return is_asked
@@ -338,9 +363,9 @@ class LoopServices:
 
         A step whose body has not ended is not saved: the resumed run repeats it from the checkpoint before.
         """
-        if not self._owes_body:
+        if is_whole := not (self._owes_body or self._has_begun()):
             self.save()
-        raise AgreedStop(self.running.stopped(is_saved=not self._owes_body))
+        raise AgreedStop(self.running.stopped(is_saved=is_whole))
 
     def end_stopped(self, stop: AgreedStop) -> None:
         """Collective."""
@@ -415,10 +440,13 @@ class LoopServices:
     def evaluating(self) -> Iterator[None]:
         """Do not journal the modules' buffers as this rank's own in this context: an evaluation uses rank 0's."""
         self.is_evaluating, are_own = True, not (self.is_within and self.trainee.are_changed())
+        is_between = not (self.is_within or self.tracked.accumulation.begun(buffers=True))
         try:
             yield
         finally:
             self.is_evaluating = False
+            if is_between:
+                self.tracked.accumulation.mark_buffers()
             if are_own:  # else a body has put in others, and puts its own back
                 self.trainee.note_buffers()
 

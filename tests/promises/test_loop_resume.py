@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from kit import warm
-from kit.job import ROOT, by_hand, environment
+from kit.job import ROOT, by_hand, environment, finish
 
 sys.path.append(str(ROOT / "tests/kit/loops"))
 from exact import LOOPS
@@ -49,3 +49,38 @@ def test_a_loop_resumes_to_the_same_bits(tmp_path, ranks, loops):
         found.setdefault((said.pop("loop"), said.pop("rank")), {})[said.pop("resumed")] = said
     assert found.keys() == {(loop, rank) for loop in loops for rank in range(ranks)}
     assert not {place: both for place, both in found.items() if both[True] != both[False]}
+
+
+def amid(folder, **env):
+    """Return a run of kit/loops/amid.py."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "tests/kit/loops/amid.py", folder)
+    return finish(warm.Popen([sys.executable, "-m", "amid", "run"], env=environment(**env), cwd=folder), folder / "run")
+
+
+@pytest.mark.nightly(but=["env0-10", "env1-11"])
+@pytest.mark.parametrize(
+    ("env", "resumed_at"),
+    [
+        ({"FORM": "best"}, 10),
+        ({"NORM": "1"}, 11),
+        ({"EVERY": "3"}, 11),
+        ({"FORM": "exit", "EVERY": "3"}, 6),
+        ({"FORM": "stop"}, 10),
+        ({"FORM": "stop", "NORM": "1"}, 6),
+    ],
+)
+def test_a_save_amid_a_step_has_nothing_of_the_next_one(tmp_path, env, resumed_at):
+    """Gradients of its backward pass, or its batch-norm statistics, would be there twice after a resume."""
+    whole = amid(tmp_path / "whole", **env)
+    assert whole.code == 0, whole.out
+    amid(tmp_path / "ended", **env, END_AT="12")
+    again = amid(tmp_path / "ended", **env)
+    assert [line["step"] for line in again.events("resume")] == [resumed_at], again.out
+    assert again.sha256 == whole.sha256
+
+
+def test_the_best_evaluation_is_not_amid_a_step_whose_pass_has_changed_the_buffers(tmp_path):
+    refused = amid(tmp_path / "refused", FORM="best", NORM="1")
+    assert refused.outcome["exit_code"] == 2
+    assert "after a pass that has changed the buffer model/0.num_batches_tracked" in refused.outcome["error"]

@@ -1,0 +1,52 @@
+"""A loop that saves amid a step, after the backward pass and before `optimizer.step()`: `python amid.py FOLDER`.
+
+FORM: best: by an evaluation; exit: and leaves with 75 at step 10; stop: it is told to stop there. NORM=1: with batch norm. EVERY: the steps of the
+job in one of the optimizer. END_AT: SIGKILL in the body after this step.
+"""
+
+import os
+import signal
+import sys
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import muster
+from kit.until import until
+
+FORM, NORM, EVERY = os.environ.get("FORM", ""), os.environ.get("NORM"), int(os.environ.get("EVERY", "1"))
+END_AT = int(os.environ.get("END_AT", "0"))
+DATA = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.ones(64))
+
+
+def main(job):
+    net = nn.Sequential(nn.BatchNorm1d(4) if NORM else nn.Identity(), nn.Linear(4, 1))
+    model = DistributedDataParallel(net) if job.world_size > 1 else net
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.track(model=model, optimizer=optimizer)
+    for x, y in job.batches(DATA, batch_size=8, epochs=3):
+        loss = (model(x)[:, 0] - y).pow(2).mean()
+        loss.backward()
+        if job.steps_done in (5, 10, 20):
+            if FORM == "best":
+                job.evaluate(DATA, lambda batch: {"loss": (net(batch[0])[:, 0] - batch[1]).pow(2)}, best="loss")
+            elif FORM == "stop" and END_AT and job.steps_done == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+                if until(lambda: job.should_stop, "the signal", timeout_s=60):
+                    break
+            else:
+                job.save()
+            if FORM == "exit" and END_AT and job.steps_done == 10:
+                raise SystemExit(75)
+        if END_AT and job.steps_done == END_AT:
+            job._services.settle()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (job.steps_done + 1) % EVERY == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        job.step(loss=loss)
+
+
+if __name__ == "__main__":
+    muster.Job(sys.argv[1], save_every=500, keep=2, tensorboard=False, timeout_s=20).run(main)
