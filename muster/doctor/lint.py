@@ -364,7 +364,7 @@ def stopped_too_soon(text: str) -> Iterator[tuple[int, str]]:
 
 
 def service_as_endpoint(text: str) -> Iterator[tuple[int, str]]:
-    """Find rendezvous endpoints that name a load-balanced Service instead of one pod."""
+    """Find rendezvous endpoints that name a load-balanced Service instead of one pod, or a pod of such a one, which has no name."""
     documents = manifests(text)
     services = {
         name_of(each)
@@ -376,6 +376,15 @@ def service_as_endpoint(text: str) -> Iterator[tuple[int, str]]:
             yield (
                 line_at(text, match.start()),
                 f"{match[1]} is a Service that spreads over all pods: each would meet itself or another; use a headless one and pod 0's name",
+            )
+
+
+    for document in documents:
+        head, subdomain = variables(document).get("HEAD"), next(inside(document, "subdomain"), "")
+        if head and subdomain in services:
+            yield (
+                line_of(text, r"\bHEAD\b"),
+                f"HEAD={head}, and pods have no names in {subdomain}, a Service that is not headless: write clusterIP: None there",
             )
 
 

@@ -392,6 +392,12 @@ def test_a_file_as_people_write_it(tmp_path, name, text, says):
         ("k8s/indexed-job/indexed-job.yaml", ("muster-0.muster}", "muster-0.muster.team.svc}"), None, None),
         ("k8s/indexed-job/indexed-job.yaml", ("subdomain: muster\n", "hostname: a\n"), None, "without subdomain"),
         (
+            "k8s/indexed-job/indexed-job.yaml",
+            ("clusterIP: None", "type: ClusterIP"),
+            None,
+            "a Service that is not headless",
+        ),
+        (
             "docker/compose.yaml",
             ("stop_grace_period: 60s", "stop_grace_period: 1s"),
             78,
