@@ -26,6 +26,8 @@ from muster.errors import say
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to stop."""
+LOADER_WORKER = "muster-loader"
+"""The name by which the kernel knows them."""
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -60,7 +62,7 @@ def end(code: int) -> NoReturn:
             threading.Thread(target=_end_late, args=(code, LEFT_S if code else END_S), daemon=True).start()
             if threading.current_thread() is threading.main_thread():
                 threading._shutdown()  # type: ignore[attr-defined]  # in this order, as in Py_FinalizeEx
-                _end_deaf_children()
+                _end_loader_workers()
                 atexit._run_exitfuncs()
             flush_files()
     except BaseException:
@@ -85,22 +87,21 @@ def _end_late(code: int, within_s: float) -> None:
 
 
 @cache
-def end_deaf_children_at_exit() -> None:
+def end_loader_workers_at_exit() -> None:
     """Kill them also where Python itself ends this process, as after a script's last line: before multiprocessing waits for them."""
-    atexit.register(_end_deaf_children)
+    atexit.register(_end_loader_workers)
 
 
-def _end_deaf_children() -> None:
-    """Kill daemonic children that ignore SIGTERM, as loader workers do: multiprocessing would wait for them for ever."""
+def _end_loader_workers() -> None:
+    """Kill the loader workers of this process, which ignore SIGTERM: multiprocessing would wait for them for ever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a worker has ended
     for each in multiprocessing.active_children():
         with contextlib.suppress(OSError):
-            status = Path(f"/proc/{each.pid}/status").read_text(encoding="utf-8")
-            ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+            name = Path(f"/proc/{each.pid}/comm").read_text(encoding="utf-8").strip()
             is_own = (
                 getattr(each, "_parent_pid", None) == os.getpid()
             )  # not that of the process which has forked this one
-            if is_own and each.daemon and ignored >> (signal.SIGTERM - 1) & 1:
+            if is_own and name == LOADER_WORKER:
                 each.kill()
 
 

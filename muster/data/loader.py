@@ -191,7 +191,7 @@ def _loader(fetch: Fetch, plan: Plan, steps: range, config: LoaderConfig) -> Dat
         batch_bytes = samples * _bytes(fetch.sample(0))
         workers = by_default(batch_bytes) if workers is None else workers
         check_shared_memory(batch_bytes, num_workers=workers)
-        process.end_deaf_children_at_exit()
+        process.end_loader_workers_at_exit()
     return DataLoader(
         fetch,
         batch_sampler=_shares(plan, steps, config),  # type: ignore[arg-type]
@@ -210,6 +210,7 @@ def _unchanged(batch: Any) -> Any:
 def _start_worker(_: int, *, reads_stream: bool) -> None:
     # torchrun signals the whole process group: a worker killed by SIGTERM would prevent the last checkpoint.
     process.ignore(*process.STOP_SIGNALS)
+    process.call_it(process.LOADER_WORKER)
     process.die_with_parent()  # do not outlive a rank that was killed
     if reads_stream:
         read_whole()
