@@ -49,6 +49,8 @@ def known_best(folder: Path, saved: Saved, own: Storage) -> dict[str, Any] | Non
     own: the run's storage. One whose checkpoint is not there does not count: `saved` may be another run's.
     """
     best, noted, steps = saved.manifest.get("best"), read_best(folder), own.steps()
+    if best and noted and (noted.step, noted.metric, noted.value) == (best["step"], best["metric"], best["value"]):
+        noted = None  # `saved` may know more of this evaluation
     if noted and noted.step <= saved.step and noted.step in steps and (not best or noted.step >= best["step"]):
         return noted.model_dump(exclude={"path"})
     if best and best["step"] not in steps:

@@ -148,6 +148,8 @@ class Evaluations:
         """The best evaluation so far (attempt/best.py)."""
         self._search: tuple[tuple[str, str], int, str, float] | None = None
         """By which metric and direction this attempt has last chosen it; at which step, on which data, and the value."""
+        self.data: str | None = None
+        """The fingerprint of what this attempt has last chosen by, also on a rank that was restarted in place; empty if it is another each time."""
         self._chosen: Changes | None = None
         """The parameters as they were when an evaluation was the best."""
         self._chosen_on: tuple[Callable[[], Any], str] | None = None
@@ -191,14 +193,15 @@ class Evaluations:
             raise ConfigError(
                 f"{BEST_KEY}={metric}: its name does not say whether less or more of it is better: write best_mode='min', or 'max'"
             )
-        data, is_first = self._fingerprint(dataset), self._search is None
+        data = self._fingerprint(dataset)
         self._refuse_second_choice((metric, mode), step, data, value)
         if checkpoints is None:
             return False
-        of_data = (
-            data if is_first else ""
-        )  # data that are others each time, as rollouts, are compared within an attempt
-        if text := change_of_search(self.best, metric, mode, key=BEST_KEY, step=step, data=of_data):
+        if self.data not in (None, data):  # others each time, as rollouts: from now on they are not compared
+            data = ""
+            self.best = self.best and {**self.best, "data": ""}
+        self.data = data
+        if text := change_of_search(self.best, metric, mode, key=BEST_KEY, step=step, data=data):
             note(text)
             self.best = None
         self.best = best_of(self.best, value, checkpoints, metric=metric, mode=mode, step=step, data=data)

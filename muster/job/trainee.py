@@ -75,6 +75,7 @@ class Choice(Protocol):
     """Which evaluation is the best (evaluation.py)."""
 
     best: dict[str, Any] | None
+    data: str | None
 
 
 class Loop(Protocol):
@@ -310,7 +311,7 @@ class JobTrainee(Trainee):
             "logged_in_step": services.means.logged_since(
                 noted[1][0]["means"] if noted[1] and not services.is_time_to_log() else {}
             ),
-            "best": services.evaluations.best,
+            "best": [services.evaluations.best, services.evaluations.data],
             "built": services.consistency.built,
             "unfinished": services.unfinished,
             "left_to_compare": self._left_to_compare,
@@ -327,7 +328,8 @@ class JobTrainee(Trainee):
         self._habits.update(facts["habits"])
         self._kept.told = set(facts["said"])
         services.consistency.built = self._kept.built = facts["built"]
-        services.unfinished, services.evaluations.best = facts["unfinished"], facts["best"]
+        services.unfinished = facts["unfinished"]
+        services.evaluations.best, services.evaluations.data = facts["best"]
         self._left_to_compare = facts["left_to_compare"]
         noted = self._own(reached.step, is_logged=facts["is_logged"])
         self._check(reached.step, noted, facts["points"])

@@ -439,3 +439,23 @@ def test_a_value_on_other_data_is_not_compared_with_the_best_so_far(tmp_path):
     )
     best = json.loads((again.folder / "best.json").read_text())
     assert best["value"] == min(line["loss"] for line in again.lines("eval") if line["step"] > 14)
+
+
+def test_values_on_other_data_each_time_are_compared_over_a_death_and_a_resume(tmp_path):
+    whole = chosen(tmp_path / "whole", FORM="rollouts", ranks=2)
+    best = json.loads((whole.folder / "best.json").read_text())
+    killed = chosen(tmp_path / "killed", FORM="rollouts", ranks=2, FAULTS="stepped@7:1")
+    assert killed.events("survived"), killed.out
+    chosen(tmp_path / "stopped", FORM="rollouts", ranks=2, STOP_AT="14")
+    again = chosen(tmp_path / "stopped", FORM="rollouts", ranks=2)
+    assert again.events("resume"), again.out
+    for each in (whole, killed, again):
+        assert each.code == 0 and not [
+            line for line in each.events("note") if "the search for the best" in line["text"]
+        ]
+        found = json.loads((each.folder / "best.json").read_text())
+        assert (found["step"], found["value"], each.outcome["step"]) == (
+            best["step"],
+            best["value"],
+            whole.outcome["step"],
+        )

@@ -1,7 +1,7 @@
 """A loop that keeps its best evaluation and stops early: `python chooses.py FOLDER`; FAULTS kills ranks (kit/faults.py).
 
 FORM: own: the loop iterates by itself, and evaluates after the checkpoint of the step; other: a second evaluation chooses, too, and twice: of
-another model; score: a name that says no direction; alone: it only evaluates; fewer: on fewer samples. STOP_AT: a step in whose body SIGTERM comes.
+another model; score: a name that says no direction; alone: it only evaluates; fewer: on fewer samples; rollouts: on others each time. STOP_AT: a step in whose body SIGTERM comes.
 """
 
 import os
@@ -35,6 +35,14 @@ def steps(job):
     while job.steps_done < 48:
         at = job.steps_done % 4 * 24
         yield DATA[at : at + 24]
+
+
+def tested(step):
+    """The samples of an evaluation."""
+    if FORM == "rollouts":
+        first = step // 4 % 8
+        return torch.utils.data.Subset(TEST, range(first, first + 40))
+    return FEWER if FORM == "fewer" else TEST
 
 
 def is_best_saved(job):
@@ -71,7 +79,7 @@ def main(job):
             os.kill(os.getpid(), signal.SIGTERM)
         if job.steps_done % 4:
             continue
-        job.evaluate(FEWER if FORM == "fewer" else TEST, measure, best=chosen_by)
+        job.evaluate(tested(job.steps_done), measure, best=chosen_by)
         if FORM == "twice":
             job.evaluate(TEST, lambda batch: {"loss": 2 * measure(batch)["loss"]}, best=chosen_by)
         if FORM == "other":
