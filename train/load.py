@@ -14,6 +14,7 @@ from torch import nn
 
 from muster.errors import ConfigError, MusterError, tell
 from muster.faults import lost_output
+from muster.job.bootstrap import await_saved
 from muster.job.tracked_state import unwrapped
 from muster.loggers import jsonl
 from muster.train.data.load import load as load_data
@@ -55,7 +56,8 @@ def load(
         folder: the run's folder, or a sweep's: then its best run.
         into: a module to fill instead of building the model, or modules by the names that a `muster.Job` tracks them
             by. Names and shapes must be equal. A job's run needs it, because the model is built in the user's script.
-        checkpoint: a step, `newest` or `best`; None: `model.pt` if the run is done, else the newest checkpoint.
+        checkpoint: a step, `newest` or `best`; None: `model.pt` if the run is done, else the newest checkpoint. In a job that is open, what it
+            has saved so far.
         device: the device to move the model to; None: the CPU, or where `into` is.
         storage: where the checkpoints are; None: as config.yaml says, in which secrets of URLs are left out.
 
@@ -84,6 +86,7 @@ def filled(modules: Any, source: Source, *, device: Any = None) -> Any:
 
 def open_source(folder: Path, checkpoint: str | None, *, storage: str | None = None) -> Source:
     """Return the weights of the run in `folder`. Raises ConfigError if there is no run, or no such checkpoint."""
+    await_saved(folder, checkpoint)
     folder, checkpoint = chosen_run(folder, checkpoint)
     config = config_of(folder)
     settings = config if is_of_job(config) else config.get("checkpoint") or {}

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ from muster.world.layout import form_alone
 
 _entered: list[Bootstrap] = []
 """The bootstrap of the job that is open in this process."""
+
+
+def await_saved(folder: Path, checkpoint: str | None) -> None:
+    """Wait until this rank sees what the job that is open in this process has saved in `folder`, if it is that job's.
+
+    Raises ConfigError: `checkpoint` is still to be saved.
+    """
+    for each in _entered:
+        if each.await_saved and Path(each.options.folder).resolve() == folder.resolve():
+            each.await_saved(checkpoint)
 
 
 class Parted(Exception):
@@ -62,6 +73,8 @@ class Bootstrap:
             survival=self.kept.survival,
         )
         self.start: Start
+        self.await_saved: Callable[[str | None], None] | None = None
+        """See the function of this name."""
         self._world: World | None = None
         self._heartbeat: Heartbeat | None = None
         self._before: dict[int, Any] = {}

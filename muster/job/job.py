@@ -126,6 +126,8 @@ class Job(JobOptions):
             job._bootstrap = bootstrap
             with job:
                 function(job, *arguments)
+            if not bootstrap.has_parted:  # what can be read after the run is the same in either case
+                vars(self).update(vars(job))
 
         run(self, enter)
 
@@ -482,6 +484,7 @@ class Job(JobOptions):
                 yield portion.batch
             except GeneratorExit:
                 services.is_closed = True
+                services.look_at_end()
                 raise
             if self._is_owed:
                 services.refuse_no_step()

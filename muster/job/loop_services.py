@@ -19,6 +19,7 @@ from muster.attempt.lifecycle import Ending
 from muster.attempt.records import open_records, report
 from muster.attempt.running_means import RunningMeans
 from muster.checkpoint.commit import Saved
+from muster.checkpoint.tensor_versions import Changes
 from muster.checkpoint.trained import plain
 from muster.checkpoint.weights import write_weights
 from muster.data.generators import key_of, seed_generators
@@ -44,6 +45,10 @@ GONE_S = 2.0
 SILENT_S = 1.0
 POLL_S = 0.05
 SINCE = ", or at one since the `train` record before (log_every=1 names the step)"
+ALTERED = (
+    "{name} was changed after the loop: model.pt and the checkpoint of step {step} have its values of now, and a longer run goes on from them; load the best "
+    "weights after the job, or into another module"
+)
 
 
 class AgreedStop(SystemExit):
@@ -79,6 +84,8 @@ class LoopServices:
         self.is_told_to_stop = False
         """True once the loop has read that it should stop, so that leaving it is not its end."""
         self._latest = 0.0
+        self._at_end: Changes | None = None
+        """The weights at the end of the loop over the batches."""
         if (
             self.world.again
         ):  # of a pass that a death has cut short, if the modules outlive the function that trains them
@@ -154,6 +161,7 @@ class LoopServices:
         look_away = self.watch.open(batch_source, is_new=self.begins)
         self.bootstrap.life.on_end(look_away, failed=look_away, parted=look_away)
         self.bootstrap.kept.follow(self.trainee, self.folder)
+        self.bootstrap.await_saved = self.await_saved
         running.start()
 
     def _run(self, records: Metrics, facts: dict[str, Any]) -> Attempt:
@@ -200,7 +208,6 @@ class LoopServices:
         self.reached.step += 1
         self.reached.samples += samples
         self.running.records.advance(self.reached.step)
-        self.watch.see_modes()
         if self.is_time_to_log():
             self.log()
 
@@ -215,6 +222,8 @@ class LoopServices:
         self.tracked.accumulation.end_step()
         self.trainee.end_step()
         self.is_within = False
+        if self.is_over:
+            self.look_at_end()
         if self.owes_save:  # after the last step it is done at the end
             self.save()
             self.owes_save = False
@@ -338,6 +347,21 @@ class LoopServices:
         self.consistency.refuse_rates()
         self.running.save(self.trainee.state, self.position())
 
+    def await_saved(self, checkpoint: str | None) -> None:
+        """Wait until this rank sees what has been saved. Raises ConfigError: the best checkpoint is still to be saved."""
+        best, step = self.evaluations.best, self.reached.step
+        if checkpoint == "best" and self._is_asked_to_save and best and best["step"] == step:
+            raise ConfigError(
+                f"load(..., checkpoint='best') came before the checkpoint of step {step}, the best one, which is saved once the loop's body has ended: "
+                "call it after the loop, or after the job if the loop is left by break"
+            )
+        self.running.checkpoints.wait()
+
+    def look_at_end(self) -> None:
+        """Note the weights at the end of the loop."""
+        self._at_end = Changes(self.tracked.named.items())
+        self._at_end.look()
+
     @property
     def begins(self) -> bool:
         """True if no attempt before has made a step that this one goes on from."""
@@ -380,6 +404,8 @@ class LoopServices:
             running.records.event("done", step=step, note="finished already")
             return self.bootstrap.life.end(running.ending(), report=False)
         self.has_left = True
+        if self._at_end and (name := self._at_end.changed() or self._at_end.changed_unseen()):
+            self.tell_once("altered", ALTERED.format(name=name, step=step))
         self.save()
         ending = running.done()
         self.peers.heartbeat.enter("finish", step)
