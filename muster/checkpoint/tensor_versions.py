@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from muster.world.dtensor import own_piece
 
 SAMPLED_STEPS = 4
 """In these first steps one value of each parameter is compared, too: torch does not count changes of `.data`. One step is too few: a
@@ -52,7 +55,7 @@ class Changes:
         return [*map(place, tensors)]
 
     def _values_now(self) -> list[str]:
-        return [str(each.detach().flatten()[:1].tolist()) for _, each in self._named]  # texts: NaN is not NaN
+        return [first_value(each) for _, each in self._named]
 
 
 def _add(state: Any, tensors: list[Tensor]) -> None:
@@ -61,6 +64,12 @@ def _add(state: Any, tensors: list[Tensor]) -> None:
     elif isinstance(state, dict | list | tuple):
         for each in state.values() if isinstance(state, dict) else state:
             _add(each, tensors)
+
+
+def first_value(tensor: Tensor) -> str:
+    """Return the first value as a text, as NaN is not NaN. It is read alone: to flatten an expanded tensor would make all of it."""
+    own = own_piece(tensor.detach())
+    return str(own[(0,) * own.dim()].item()) if own.numel() and own.layout == torch.strided else ""
 
 
 def place(tensor: Any) -> Place:

@@ -231,13 +231,15 @@ class Fetch(Dataset[Any]):
             ) from error
 
     def sample(self, index: int) -> Any:
-        """Read one sample without changing the global generators."""
+        """Read one sample without changing the generators."""
+        states = self._own.states()
         with kept_generators():
-            return (
-                self.dataset.first()[0]
-                if isinstance(self.dataset, Stream)
-                else self._sample(index, 0, ALL, replaces=True)
-            )
+            try:
+                if isinstance(self.dataset, Stream):
+                    return self.dataset.first()[0]
+                return self._sample(index, 0, ALL, replaces=True)
+            finally:
+                self._own.restore(states)
 
     def _sample(self, index: int, key: int, of: Collection[str], *, replaces: bool | None = None) -> Any:
         """Read a sample, or the next readable one if `replaces`; None: as `replaces_bad`."""

@@ -145,8 +145,8 @@ class Accumulation:
         return bool(self._stepped or self._begun)
 
     def refuse_early(self) -> None:
-        """Raise ConfigError after an optimizer's step in a micro-batch that does not end its step."""
-        if self._stepped:
+        """Raise ConfigError after the step of all optimizers in a micro-batch that does not end its step; a critic's own may be meant."""
+        if self._stepped and self._stepped >= self._optimizers.keys():
             name = min(self._stepped)
             raise ConfigError(
                 f"{name}.step() came before the step's last micro-batch: add up gradients, and call it if job.ends_step"

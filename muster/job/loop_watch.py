@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -19,7 +20,7 @@ from muster.data.fingerprint import hash_of, look
 from muster.errors import ConfigError
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, parts_of, read_now
 from muster.job.carried_state import BEST, COUNT, STATE, carried
-from muster.job.own_objects import OwnDraws, OwnNumbers, OwnTensors
+from muster.job.own_objects import OwnDraws, OwnNumbers, OwnTensors, memory_of
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import Reached
 from muster.world.group import World
@@ -57,8 +58,8 @@ OWN_GENERATOR = (
     "job.steps_done; draw from the global generators of Python, NumPy or torch, which are saved"
 )
 OWN_LOADER = (
-    "the loop reads a DataLoader by itself: after a resume, or the death of a rank, it begins with the loader's first batch again, unless your code goes "
-    "on from job.steps_done{more}; give the loader to job.batches(), which goes on with the next batch"
+    "the loop reads a DataLoader by itself: after a resume, the death of a rank, or the end of the run if the command is repeated, it begins with the "
+    "loader's first batch again, unless your code goes on from job.steps_done{more}; give the loader to job.batches(), which goes on with the next batch"
 )
 SAME_ORDER = (
     "the loop's DistributedSampler has the same epoch as an epoch ago, so the samples come in the same order: call sampler.set_epoch(epoch), or give "
@@ -103,8 +104,8 @@ class LoopWatch:
         self._own_draws, self._own_numbers, self._own_tensors = OwnDraws(), OwnNumbers(), OwnTensors()
         self._own_sampler: tuple[ref[DistributedSampler[Any]], int, int] | None = None
         """The sampler of the loop's own loader, its epoch after the first step, and a step of the next one."""
-        self._has_trained = set[str]()
-        """The modules that were in training mode at a step."""
+        self._has_trained, self._trains = set[str](), dict[tuple[str, int], bool]()
+        """The modules that were in training mode at a step of their optimizer; and by module and id of an optimizer, whether it is its own."""
         self._looks = 0 if tracked.optimizers or tracked.others else LOOKS
         """The steps after which a loop without an optimizer is still asked whether it trains."""
         self._at_first = Changes(tracked.named.items() if self._looks else ())
@@ -121,7 +122,9 @@ class LoopWatch:
         if self._begun == 1:
             self._own_numbers.begin(sys._getframe(), self._apart)
         if self._begun <= LOOKS:
-            known = {id(each) for each in (*self._tracked.parameters(), *self._tracked.buffers().values())}
+            parameters = self._tracked.parameters()
+            gradients = [each.grad for each in parameters if each.grad is not None]
+            known = {*map(memory_of, (*parameters, *gradients, *self._tracked.buffers().values()))}
             self._own_draws.begin(sys._getframe())
             self._own_tensors.begin(sys._getframe(), known, self._tracked.holds)
         elif self._begun == LOOKS + 1:
@@ -148,16 +151,15 @@ class LoopWatch:
         So would an untracked schedule. Both are refused in a run that begins, if no tracked object may hold them unseen.
         """
         seen, trained = self._stepped, {id(each) for each in self._tracked.parameters()}
-        untracked = dict[int, tuple[ref[Optimizer], int]]()
+        untracked = dict[int, tuple[ref[Optimizer], Callable[[], Any], int]]()
 
         def look(optimizer: Optimizer, *_: Any) -> None:
+            self._see_modes(optimizer)
             if id(optimizer) in seen:
-                if (
-                    (first := untracked.get(id(optimizer)))
-                    and first[0]() is optimizer
-                    and self._reached.step > first[1]
-                ):
-                    raise ConfigError(UNTRACKED.format(name=type(optimizer).__name__))
+                if first := untracked.get(id(optimizer)):
+                    same, before, step = first
+                    if same() is optimizer and before() is _state_of(optimizer) and self._reached.step > step:
+                        raise ConfigError(UNTRACKED.format(name=type(optimizer).__name__))
                 return
             seen.add(id(optimizer))
             stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -167,10 +169,9 @@ class LoopWatch:
             knows_all = all(isinstance(each, LRScheduler) for each in self._tracked.others.values())
             is_certain = knows_all and is_new
             if not self._tracked.saves(optimizer):
-                if (
-                    is_certain and optimizer.state
-                ):  # refused in another step: one that is made in each begins anew anyway
-                    untracked[id(optimizer)] = ref(optimizer), self._reached.step
+                if is_certain and (state := _state_of(optimizer)) is not None:
+                    # refused in another step: an optimizer, or a state, that is made in each begins anew anyway
+                    untracked[id(optimizer)] = ref(optimizer), ref(state), self._reached.step
                     return
                 self._tell(f"untracked {name}", UNTRACKED.format(name=name))
                 self._refuse_survival(f"{name} is not tracked")
@@ -222,7 +223,7 @@ class LoopWatch:
             text = FORGOTTEN.format(name=name, short=name.rpartition(".")[2])
             self._tell(f"own {name}", text)
         known = {step, step - 1, epoch, epoch + 1}
-        found = self._own_numbers.changed(sys._getframe(), self._apart, known=known)
+        found = self._own_numbers.changed(sys._getframe(), self._apart, known=known, is_saved=self._saves)
         if found:
             names = [*found[:NAMED], *(["..."] if found[NAMED:] else [])]
             verb, them = ("is", "it") if len(found) == 1 else ("are", "them")
@@ -235,14 +236,25 @@ class LoopWatch:
         saved = (*self._tracked.others.values(), *optimizers, *groups)
         return {*map(id, saved), *map(id, parts_of(self._batch_source.source) if self._batch_source else ())}
 
-    def see_modes(self) -> None:
-        """Note a model that is trained in evaluation mode, and was in training mode before."""
+    def _saves(self, owner: object) -> bool:
+        """Return True if a tracked object may save the numbers of another, or a module that saves more than its buffers its own."""
+        kind = type(owner)
+        saves_more = issubclass(kind, nn.Module) and kind.get_extra_state is not nn.Module.get_extra_state
+        return saves_more or self._tracked.holds(owner)
+
+    def _see_modes(self, optimizer: Optimizer) -> None:
+        """Note, at an optimizer's step, a model that is trained in evaluation mode, and was in training mode before."""
         for name, module in self._tracked.modules.items():
+            if (trains := self._trains.get((name, id(optimizer)))) is None:
+                stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+                trains = self._trains[name, id(optimizer)] = any(id(each) in stepped for each in module.parameters())
+            if not trains:
+                continue
             if module.training:
                 self._has_trained.add(name)
-            elif name in self._has_trained and self._tracked.trains(module):
+            elif name in self._has_trained:
                 self._has_trained.remove(name)
-                self._tell(f"mode of {name}", MODE.format(name=name, step=self._reached.step))
+                self._tell(f"mode of {name}", MODE.format(name=name, step=self._reached.step + 1))
 
     def see_batch(self, batch: Any) -> None:
         """Record a note if the first batch of the loop's own loader is the same on all ranks. Collective."""
@@ -251,3 +263,9 @@ class LoopWatch:
         self._has_seen_batch, digests = True, self._world.gather(hash_of(look(batch)))
         if len({*digests}) == 1:
             self._tell("alike", ALIKE.format(ranks=self._world.size))
+
+
+def _state_of(optimizer: Optimizer) -> Tensor | None:
+    """Return a tensor of its state, which is the same one after each step unless the state begins anew; None without any."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return next((value for value in values if isinstance(value, Tensor)), None)

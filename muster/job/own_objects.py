@@ -14,16 +14,18 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
-from muster.checkpoint.tensor_versions import Changes
+from muster.checkpoint.tensor_versions import SAMPLED_STEPS, Place, first_value, place
 from muster.code_location import is_own
 from muster.data.own_generators import KINDS, OwnGenerators, is_global, is_of_user
 from muster.job.carried_state import Loop, assigned, loop_of, own_frames, parts, values_of
+from muster.world.dtensor import own_piece
 
-MOST = 1_000
-"""The most items of a dict that is looked at."""
+MOST, MOST_IN_ALL = 1_000, 5_000
+"""The most items of a container that is looked at, and the most global names, and tensors, in all."""
 TIMED = ("time", "elapsed", "second", "duration", "clock")
 """What names of numbers have in them that follow a clock."""
 DAY_S = 86_400.0
@@ -81,28 +83,34 @@ class OwnNumbers:
     @harmless
     def begin(self, frame: FrameType | None, apart: Callable[[], Collection[int]]) -> None:
         """Look at them before the first step. frame: of a call from the loop. apart: ids of objects that are saved, or set, by others."""
-        self._before = dict(_numbers(frame, apart()))
+        self._before = {name: number for name, number, _ in _numbers(frame, apart())}
 
     @harmless
     def changed(
-        self, frame: FrameType | None, apart: Callable[[], Collection[int]], *, known: Collection[int]
+        self,
+        frame: FrameType | None,
+        apart: Callable[[], Collection[int]],
+        *,
+        known: Collection[int],
+        is_saved: Callable[[object], bool],
     ) -> list[str] | None:
         """Return the names of those that have changed since `begin`; those of one object once.
 
-        known: the job's own counts, from which a number may follow.
+        known: the job's own counts, from which a number may follow. is_saved: whether a tracked object may save an object's numbers.
         """
         if not self._before:
             return []
-        now = dict(_numbers(frame, apart()))
+        now = {name: (number, owner) for name, number, owner in _numbers(frame, apart())}
         found = [
-            name for name, before in self._before.items() if name in now and _has_changed(before, now[name], known)
+            name for name, before in self._before.items() if name in now and _has_changed(before, now[name][0], known)
         ]
         if found:
+            saved = {name for name in found if is_saved(now[name][1])}
             owners = {name.partition(".")[0] for name in found}
             self._before = {name: each for name, each in self._before.items() if name.partition(".")[0] not in owners}
             loops = [loop[0] for each in own_frames(frame) if (loop := loop_of(each))]
             of_loops = {name for loop in loops for name in assigned([loop])}  # which `carried` looks at
-            found = [name for name in found if name not in of_loops]
+            found = [name for name in found if name not in of_loops | saved]
         return found
 
 
@@ -111,39 +119,59 @@ class OwnTensors:
 
     def __init__(self) -> None:
         self.is_broken = False
-        self._before: dict[str, tuple[int, Changes]] = {}
+        self._before: dict[str, list[tuple[ref[Tensor], Place, str]]] = {}
+        """Tensors, held weakly, their places, and a value in the first steps; see tensor_versions.py."""
+        self._looks: dict[str, tuple[int, int]] = {}
+        """The ids of what was looked at, and how often."""
         self._held: dict[int, bool] = {}
 
     @harmless
     def begin(self, frame: FrameType | None, known: Collection[int], holds: Callable[[object], bool]) -> None:
-        """Look at them before a step's body. frame: None lets go of them. known: ids of tracked tensors. holds: whether a tracked object has another."""
-        before, self._before = self._before, {}
+        """Look at them before a step's body. known: memory of tracked tensors. holds: whether a tracked object has another."""
+        left_in_all = MOST_IN_ALL
         for name, value in _named(frame):
-            named = [(each, tensor) for each, tensor in _tensors(value) if id(tensor) not in known]
+            named = [(each, tensor) for each, tensor in _tensors(value) if memory_of(tensor) not in known]
+            if (left_in_all := left_in_all - len(named)) < 0:
+                return
             if named and id(value) not in self._held:
                 self._held[id(value)] = holds(value)
             if named and not self._held[id(value)]:
-                is_same = name in before and before[name][0] == id(
-                    value
-                )  # which looks at values in the first steps only
-                self._before[name] = id(value), before[name][1] if is_same else Changes(named)
-        for *_, each in self._before.values():
-            each.look()
+                same, looks = self._looks.get(name, (0, 0))
+                looks = looks + 1 if same == id(value) else 1
+                self._looks[name] = id(value), looks
+                self._before[name] = [
+                    (ref(each), place(each), first_value(each) if looks <= SAMPLED_STEPS else "") for _, each in named
+                ]
 
     @harmless
     def changed(self) -> list[str] | None:
         """Return the names of those that have changed since `begin`."""
-        return [name for name, (_, each) in self._before.items() if each.changed() or each.changed_unseen()]
+        before, self._before = self._before, {}
+        return [name for name, tensors in before.items() if any(_is_changed(*each) for each in tensors)]
+
+
+def _is_changed(tensor: ref[Tensor], before: Place, value: str) -> bool:
+    now = tensor()
+    return now is not None and (place(now) != before or (bool(value) and first_value(now) != value))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory, which its views share."""
+    return own_piece(tensor).untyped_storage().data_ptr()
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    code, shared = frame.f_code, frame.f_globals
+    local = values_of(frame, [*code.co_varnames, *code.co_cellvars, *code.co_freevars])
+    return {**(shared if len(shared) <= MOST_IN_ALL else {}), **local}
 
 
 def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
     """Yield the values of variables around a loop, and of what those hold that are the script's own, each once."""
     seen = set[int]()
     for each in own_frames(frame):
-        code = each.f_code
-        local = values_of(each, [*code.co_varnames, *code.co_cellvars, *code.co_freevars])
-        for name, value in {**each.f_globals, **local}.items():
-            inner = {} if isinstance(value, nn.Module | dict) else _inner(value)
+        for name, value in _variables(each).items():
+            inner = {} if _is(value, nn.Module, dict) else _inner(value)
             for full, part in ((name, value), *((f"{name}.{key}", part) for key, part in inner.items())):
                 if id(part) not in seen:
                     seen.add(id(part))
@@ -152,12 +180,18 @@ def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of a module, or the tensors of a dict or list that have several numbers."""
-    if isinstance(value, nn.Module):
+    if _is(value, nn.Module):
         yield from value.named_parameters()
-    elif isinstance(value, dict | list) and len(value) <= MOST:
-        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(each, Tensor) and each.is_floating_point() and each.numel() > 1 and each.grad_fn is None:
-                yield str(name), each  # an output of the model would hold its graph
+    elif _is(value, dict, list) and len(value) <= MOST:
+        for name, each in value.items() if _is(value, dict) else enumerate(value):
+            if _is(each, Tensor) and each.is_floating_point() and each.numel() > 1 and not each.is_inference():
+                if each.grad_fn is None:  # an output of the model would hold its graph
+                    yield str(name), each
+
+
+def _is(value: object, *kinds: type) -> bool:
+    """Return whether `value` is of one of the `kinds`; unlike isinstance, this runs no code of a proxy's."""
+    return issubclass(type(value), kinds)
 
 
 def _has_changed(before: float, now: float, known: Collection[int]) -> bool:
@@ -166,48 +200,55 @@ def _has_changed(before: float, now: float, known: Collection[int]) -> bool:
     return not (is_same or now in known or is_of_clock)
 
 
-def _numbers(frame: FrameType | None, apart: Collection[int]) -> Iterator[tuple[str, float]]:
+def _numbers(frame: FrameType | None, apart: Collection[int]) -> Iterator[tuple[str, float, object]]:
+    """Yield the name of each number, the number, and the object that has it; None for a variable."""
     seen = {*apart}
     for each in own_frames(frame):
-        code, shared = each.f_code, {*each.f_globals, *each.f_code.co_cellvars, *each.f_code.co_freevars}
-        there = {**each.f_globals, **values_of(each, [*code.co_varnames, *code.co_cellvars, *code.co_freevars])}
-        for name, value in there.items():
+        shared = {*each.f_globals, *each.f_code.co_cellvars, *each.f_code.co_freevars}
+        for name, value in _variables(each).items():
             if _is_number(name, value) and name in shared:
-                yield name, value
+                yield name, value, None
             elif id(value) not in seen:
                 seen.add(id(value))
                 items = [*_inner(value).items()]
-                yield from ((f"{name}.{key}", number) for key, number in items if _is_number(key, number))
+                yield from ((f"{name}.{key}", number, value) for key, number in items if _is_number(key, number))
 
 
 def _is_number(name: object, value: object) -> bool:
-    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    is_one = _is(value, int, float) and not _is(value, bool)
     return is_one and isinstance(name, str) and not any(each in name.lower() for each in TIMED)
 
 
 def _inner(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, class or module of the script's own, or the items of a dict."""
-    if isinstance(value, dict):
+    if _is(value, dict):
         return value if len(value) <= MOST else {}
-    if isinstance(value, ModuleType):
-        is_plain = is_own(getattr(value, "__file__", None) or "<frozen")
+    if _is(value, ModuleType):
+        is_plain = is_own(str(value.__dict__.get("__file__") or "<frozen"))
     else:
-        kind = value if isinstance(value, type) else type(value)
+        kind = value if _is(value, type) else type(value)
         is_plain = kind in (Namespace, SimpleNamespace) or is_of_user(kind.__module__)
-    found = dict(getattr(value, "__dict__", {})) if is_plain else {}
-    if hasattr(value, "set_epoch"):  # which is called
-        found.pop("epoch", None)
+    found = _attributes(value) if is_plain else {}
+    if "epoch" in found and any("set_epoch" in vars(kind) for kind in type(value).__mro__):  # which is called
+        found.pop("epoch")
     return found
 
 
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object holds itself, none of many; no code of its own is run."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return dict(found) if len(found) <= MOST else {}
+
+
 def _generators(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    code = frame.f_code
-    names = [*code.co_varnames, *code.co_cellvars, *code.co_freevars]
-    for name, value in {**frame.f_globals, **values_of(frame, names)}.items():
-        is_library = isinstance(value, ModuleType) and not is_own(getattr(value, "__file__", None) or "<frozen")
-        inner = {} if is_library else getattr(value, "__dict__", {})
-        named = {name: value, **{f"{name}.{each}": there for each, there in [*inner.items()]}}
-        yield from ((full, each) for full, each in named.items() if isinstance(each, KINDS) and not is_global(each))
+    for name, value in _variables(frame).items():
+        is_library = _is(value, ModuleType) and not is_own(str(value.__dict__.get("__file__") or "<frozen"))
+        inner = {} if is_library else _attributes(value)
+        named = {name: value, **{f"{name}.{each}": there for each, there in inner.items()}}
+        yield from ((full, each) for full, each in named.items() if _is(each, *KINDS) and not is_global(each))
 
 
 def _seeded(loop: Loop) -> Iterator[str]:

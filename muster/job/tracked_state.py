@@ -140,12 +140,6 @@ class Tracked:
     def parameters(self) -> list[Tensor]:
         return [parameter for module in self.modules.values() for parameter in module.parameters()]
 
-    def trains(self, module: nn.Module) -> bool:
-        """Return whether a tracked optimizer has a parameter of `module`."""
-        groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
-        trained = {id(each) for group in groups for each in group["params"]}
-        return any(id(each) in trained for each in module.parameters())
-
     def saves(self, optimizer: Optimizer) -> bool:
         """Return whether the state of `optimizer`, which has made a step, is saved: by itself or by an object that holds it.
 
