@@ -378,7 +378,6 @@ def service_as_endpoint(text: str) -> Iterator[tuple[int, str]]:
                 f"{match[1]} is a Service that spreads over all pods: each would meet itself or another; use a headless one and pod 0's name",
             )
 
-
     for document in documents:
         head, subdomain = variables(document).get("HEAD"), next(inside(document, "subdomain"), "")
         if head and subdomain in services:

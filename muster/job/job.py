@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -484,7 +485,9 @@ class Job(JobOptions):
                 yield portion.batch
             except GeneratorExit:
                 services.is_closed = True
-                services.look_at_end()
+                if self._bootstrap.life.state != State.ended:  # as of an iterator that a script keeps to its end
+                    with contextlib.suppress(Exception):  # a device may have failed
+                        services.look_at_end()
                 raise
             if self._is_owed:
                 services.refuse_no_step()
