@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from muster.checkpoint.tensor_versions import Place, place
 from muster.errors import ConfigError
 from muster.world.dtensor import in_pieces
 
@@ -28,10 +28,14 @@ class Accumulation:
 
     def __init__(self, optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str], buffers: Mapping[str, Tensor]):
         self._optimizers, self._names, self._buffers = optimizers, names, buffers
-        self._marked: tuple[dict[int, tuple[Callable[[], Any], int]], list[Place]] = ({}, [])
-        """The gradients and their versions, and the buffers' places, between two steps."""
+        self._state = [*names, *buffers.values()]
+        self._versions: list[int] = []
+        """Those of parameters and buffers between two steps."""
+        self._gradients: dict[int, tuple[Callable[[], Any], int]] = {}
+        """By id of a parameter, its gradient and the version of this between two steps."""
         self._is_counted = False
         """True once the step is counted, until its body has ended: what is there then belongs to it."""
+        self._is_aside = False
         self._stepped, self._begun = set[str](), set[str]()
         self._idle = set[str]()  # a fresh or restored optimizer has no gradients
         self.habits: dict[str, bool] = {}
@@ -63,7 +67,6 @@ class Accumulation:
                 first = self._first.get(name)
                 watched: list[Any] = [each for each in found if each is first] or found
                 self._hooks[name] = [each.register_hook(partial(self._see, name, ref(each))) for each in watched]
-
         self.mark()
 
     def mark(self) -> None:
@@ -71,46 +74,62 @@ class Accumulation:
         there: dict[int, tuple[Callable[[], Any], int]] = {
             id(each): (ref(each.grad), each.grad._version) for each in self._names if each.grad is not None
         }
-        self._marked, self._is_counted = (there, []), False
-        self.mark_buffers()
+        self._gradients, self._is_counted = there, False
+        self.mark_state()
 
-    def mark_buffers(self) -> None:
-        """Note that buffers are those of the last step: an evaluation gives them other versions."""
-        self._marked = self._marked[0], [*map(place, self._buffers.values())]
+    def mark_state(self) -> None:
+        """Note that all but gradients is that of the last step: an evaluation gives buffers other versions."""
+        self._versions = [each._version for each in self._state]
 
-    def begun(self, *, buffers: bool) -> str:
-        """Return what a pass of the next step has added to, so that a checkpoint of the last one lacks it; empty if nothing.
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Put gradients aside in this context, as of an evaluation, whose own passes must not add to them."""
+        kept, is_between = [(each, each.grad) for each in self._names], not (self._is_counted or self.begun())
+        for each, _ in kept:
+            each.grad = None
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
+            for each, gradient in kept:
+                each.grad = gradient
+            if is_between:
+                self.mark_state()
 
-        Gradients where none was left are the pass's own: a checkpoint leaves them out. buffers: look at these, too.
+    def begun(self) -> str:
+        """Return what the next step has changed of what a checkpoint holds, and would change again after a resume; empty if nothing.
+
+        Gradients where none was left are its own: a checkpoint leaves them out. Buffers may also be changed for the last step, unless
+        there has been a backward pass.
         """
-        there, places = self._marked
         if self._is_counted:
             return ""
+        has_pass = False
         for name, parameters in self._parameters().items():
-            for each in parameters if self._may_need(name) else ():
-                grad, version = there.get(id(each), (None, 0))
-                is_same = grad is None or each.grad is None or (each.grad is grad() and each.grad._version == version)
-                if not is_same and _some([each.grad]):
+            for each in parameters:
+                grad, version = self._gradients.get(id(each), (None, 0))
+                is_same = each.grad is None or (grad and each.grad is grad() and each.grad._version == version)
+                if is_same or (has_pass and not grad) or not _some([each.grad]):
+                    continue
+                if grad and self._may_need(name):
                     return f"the gradient of {self._names[each]}"
-        now = map(place, self._buffers.values() if buffers else ())
-        return next(
-            (
-                f"the buffer {name}"
-                for name, *both in zip(self._buffers, places, now, strict=False)
-                if both[0] != both[1]
-            ),
-            "",
-        )
+                has_pass = True
+        names = [*self._names.values(), *(self._buffers if has_pass else ())]
+        changed = zip(names, self._state, self._versions, strict=False)
+        return next((name for name, each, version in changed if each._version != version), "")
 
     def _may_need(self, name: str) -> bool:
         return name in self._idle or self.habits.get(name, True)
 
     def _is_of_pass(self, parameter: Tensor) -> bool:
         """Return True for a gradient that a pass of the next step has made."""
-        return not self._is_counted and id(parameter) not in self._marked[0]
+        return not self._is_counted and id(parameter) not in self._gradients
 
     def _see(self, name: str, first: Callable[[], Any], _: Tensor) -> None:
         """Note whether the loop has thrown away the gradients left, before a backward pass adds to the first one."""
+        if self._is_aside:
+            return
         self._unhook(name)
         self._first[name] = there = first()
         same = [each.grad for each, grad in self._left[name] if each.grad is grad()]  # others may be of this pass
@@ -144,13 +163,17 @@ class Accumulation:
         """Return True in an optimizer's step, which may have collectives, or after one that the job has not counted."""
         return bool(self._stepped or self._begun)
 
-    def refuse_early(self) -> None:
-        """Raise ConfigError after the step of all optimizers in a micro-batch that does not end its step; a critic's own may be meant."""
-        if self._stepped and self._stepped >= self._optimizers.keys():
-            name = min(self._stepped)
-            raise ConfigError(
-                f"{name}.step() came before the step's last micro-batch: add up gradients, and call it if job.ends_step"
-            )
+    def early(self) -> str:
+        """Return a line after an optimizer's step in a micro-batch that does not end its step; empty if there was none.
+
+        Raises ConfigError: all optimizers have made one; that of one may be meant, as a critic's.
+        """
+        if not self._stepped:
+            return ""
+        text = f"{min(self._stepped)}.step() came before the step's last micro-batch: add up gradients, and call it if job.ends_step"
+        if self._stepped >= self._optimizers.keys():
+            raise ConfigError(text)
+        return text
 
     def refuse(self, what: str) -> None:
         """Raise ConfigError after an optimizer's step that the job has not counted: weights and position do not fit."""

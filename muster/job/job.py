@@ -211,7 +211,9 @@ class Job(JobOptions):
         """
         services = self._tracked("batches()")
         if services.is_open:
-            raise ConfigError("batches() was called after a step, or twice: it yields all epochs, call it once")
+            raise ConfigError(
+                "batches() was called twice, or after step(), evaluate() or save(): call it once, before them; it yields all epochs"
+            )
         made = batch_source(
             source,
             batch_size=batch_size,
@@ -256,7 +258,8 @@ class Job(JobOptions):
             weight = portion.of
         services.note(known, weight=weight if samples is None else samples)
         if not portion.ends:
-            services.tracked.accumulation.refuse_early()
+            if text := services.tracked.accumulation.early():
+                services.tell_once("early", text)
         else:
             services.advance(samples=portion.total or (samples or 0) * self.world_size)
         if not services.batch_source:
@@ -321,8 +324,6 @@ class Job(JobOptions):
         """
         services = self._between_steps("evaluate()")
         services.tracked.accumulation.refuse("evaluate()")
-        if best is not None:
-            services.refuse_begun()
         if not is_loader(dataset):  # which is refused
             services.evaluations.refuse_other_samples(dataset)
 

@@ -49,6 +49,10 @@ ALTERED = (
     "{name} was changed after the loop: model.pt and the checkpoint of step {step} have its values of now, and a longer run goes on from them; load the best "
     "weights after the job, or into another module"
 )
+AMID = (
+    "the checkpoint of step {step} was saved within the next step, which has changed {changed} already, and which a resume makes again: call save() and "
+    "evaluate(best=...) before the forward pass, or after job.step()"
+)
 
 
 class AgreedStop(SystemExit):
@@ -289,30 +293,28 @@ class LoopServices:
         """True if the rest of the loop's body is still to come: it belongs to the last step."""
         return self.is_within and not self.has_left
 
+    def _begun(self) -> str:
+        """See `Accumulation.begun`; empty after the last step."""
+        return "" if self.is_over else self.tracked.accumulation.begun()
+
     def _has_begun(self) -> bool:
-        """Return True if a pass of the next step has added to what a checkpoint holds on a rank: a resume would make it again. Collective."""
+        """Return True if the next step has begun on a rank. Collective."""
         return self.world.lowest(bool(self._begun())) is not None
 
-    def _begun(self) -> str:
-        """See `Accumulation.begun`. After the last step, or in a loop with batches of its own, another pass may be meant for the buffers."""
-        return "" if self.is_over else self.tracked.accumulation.begun(buffers=self.batch_source is not None)
-
-    def refuse_begun(self) -> None:
-        """Raise ConfigError if a pass of the next step has been made: the best checkpoint would have half of it."""
-        if self.reached.step and (changed := self._begun()):
-            raise ConfigError(
-                f"evaluate(best=...) came after a pass that has changed {changed}, and before job.step(): the checkpoint of step "
-                f"{self.reached.step} would have a part of the next one; call it before the pass, or after job.step()"
-            )
-
     def ask_to_save(self) -> None:
-        """Save this step: now, or once the loop's body has ended. Collective."""
+        """Save this step: now, or once the loop's body has ended; or the next one, if it has begun. Collective."""
         if (
             self._owes_body or self._has_begun()
         ):  # a resume would go on with the next batch, and never do the rest of the body
             self._is_asked_to_save = True
         else:
             self.save()
+
+    def _save_now(self) -> None:
+        """Save this step, with a note if the next one has begun. Collective."""
+        if changed := self._begun():
+            self.tell_once("amid", AMID.format(step=self.reached.step, changed=changed))
+        self.save()
 
     def see_left(self) -> None:
         """Note that the loop was left by `break`, so that its last body has ended. Collective.
@@ -327,14 +329,8 @@ class LoopServices:
     def save_as_asked(self) -> bool:
         """Save if the loop has asked for it in a body that it then left; return whether it has. Collective."""
         is_asked, self._is_asked_to_save = self._is_asked_to_save, False
-        if is_asked and self._has_begun():
-            if self.world.is_first:
-                say(
-                    f"muster: step {self.reached.step} is not saved: the loop was left after a pass of the next step and before job.step()"
-                )
-            return False
         if is_asked:
-            self.save()
+            self._save_now()
         return is_asked
 
     def save(self) -> None:
@@ -375,21 +371,22 @@ class LoopServices:
     def goes_on(self, phase: str) -> bool:
         """Enter a phase of the body; return False if the ranks agreed to stop and must not finish it. Collective.
 
-        The body of a counted step has `BODY_S` to end, so that the step can be saved.
+        The body of a counted step, or of one that has begun, has `BODY_S` to end, so that the step can be saved.
         """
         if self.peers.begin(phase, self.reached.step):
             return True
         self._latest = self._latest or time.monotonic() + BODY_S
-        return self._owes_body and self.world.lowest(time.monotonic() > self._latest) is None
+        may_end = self._owes_body or self._has_begun()
+        return may_end and self.world.lowest(time.monotonic() > self._latest) is None
 
     def stop(self) -> NoReturn:
         """Save the step at which all ranks have stopped. Collective. Raises AgreedStop.
 
         A step whose body has not ended is not saved: the resumed run repeats it from the checkpoint before.
         """
-        if is_whole := not (self._owes_body or self._has_begun()):
-            self.save()
-        raise AgreedStop(self.running.stopped(is_saved=is_whole))
+        if not self._owes_body:
+            self._save_now()
+        raise AgreedStop(self.running.stopped(is_saved=not self._owes_body))
 
     def end_stopped(self, stop: AgreedStop) -> None:
         """Collective."""
@@ -466,13 +463,11 @@ class LoopServices:
     def evaluating(self) -> Iterator[None]:
         """Do not journal the modules' buffers as this rank's own in this context: an evaluation uses rank 0's."""
         self.is_evaluating, are_own = True, not (self.is_within and self.trainee.are_changed())
-        is_between = not (self.is_within or self.tracked.accumulation.begun(buffers=True))
         try:
-            yield
+            with self.tracked.accumulation.aside():
+                yield
         finally:
             self.is_evaluating = False
-            if is_between:
-                self.tracked.accumulation.mark_buffers()
             if are_own:  # else a body has put in others, and puts its own back
                 self.trainee.note_buffers()
 
@@ -489,8 +484,12 @@ class LoopServices:
         """
         step, counts = self.reached.step, self.reached.step and not self.is_untrained
         how: dict[str, Any] = {"checkpoints": self.running.checkpoints if counts else None, "note": self._note}
-        if self.evaluations.choose(values, dataset, metric=metric, mode=mode, step=step, **how):
-            self.ask_to_save()
+        if not self.evaluations.choose(values, dataset, metric=metric, mode=mode, step=step, **how):
+            return
+        if self._owes_body:
+            self._is_asked_to_save = True
+        else:
+            self._save_now()
 
     def _note(self, text: str) -> None:
         self.running.records.event("note", text=text)

@@ -1,9 +1,10 @@
 """A loop that saves amid a step, after the backward pass and before `optimizer.step()`: `python amid.py FOLDER`.
 
-FORM: best: by an evaluation; exit: and leaves with 75 at step 10; stop: it is told to stop there. NORM=1: with batch norm. EVERY: the steps of the
+FORM: best: by an evaluation; exit: and leaves with 75 at step 10; stop: it is told to stop there. NORM=1: with batch norm; TEACHER=1: with an average that follows before the pass. EVERY: the steps of the
 job in one of the optimizer. END_AT: SIGKILL in the body after this step.
 """
 
+import copy
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import muster
 from kit.until import until
 
 FORM, NORM, EVERY = os.environ.get("FORM", ""), os.environ.get("NORM"), int(os.environ.get("EVERY", "1"))
+TEACHER = bool(os.environ.get("TEACHER"))
 END_AT = int(os.environ.get("END_AT", "0"))
 DATA = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.ones(64))
 
@@ -24,9 +26,13 @@ def main(job):
     net = nn.Sequential(nn.BatchNorm1d(4) if NORM else nn.Identity(), nn.Linear(4, 1))
     model = DistributedDataParallel(net) if job.world_size > 1 else net
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.track(model=model, optimizer=optimizer)
+    teacher = copy.deepcopy(net).requires_grad_(False)
+    job.track(model=model, optimizer=optimizer, **({"teacher": teacher} if TEACHER else {}))
     for x, y in job.batches(DATA, batch_size=8, epochs=3):
-        loss = (model(x)[:, 0] - y).pow(2).mean()
+        if TEACHER:
+            for own, other in zip(teacher.parameters(), net.parameters(), strict=True):
+                own.lerp_(other.detach(), 0.1)
+        loss = (model(x)[:, 0] - y).pow(2).mean() + (TEACHER and (model(x) - teacher(x)).pow(2).mean())
         loss.backward()
         if job.steps_done in (5, 10, 20):
             if FORM == "best":
