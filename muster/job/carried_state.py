@@ -35,10 +35,24 @@ def carried(frame: FrameType | None, tracked: Collection[int]) -> Iterator[tuple
         if found := loop_of(each):
             loop, line = found
             kinds = dict.fromkeys(_compared(loop), BEST) | dict.fromkeys(_counted(loop), COUNT)
-            for name, value in values_of(each, _names(loop)).items():
+            names = _names(loop)
+            shared = {name: each.f_globals[name] for name in names if name in each.f_globals}
+            for name, value in {**shared, **values_of(each, names)}.items():
                 kind = STATE if _is_state(value, tracked) else kinds.get(name) if _is_number(value) else None
                 if kind:
                     yield name, SourceLine(each.f_code.co_filename, line), kind
+
+
+def enumerated(frame: FrameType | None) -> str:
+    """Return the counter of a loop around `frame` whose body reads it, as `i` in `for i, x in enumerate(batches)`; empty without one."""
+    for each in own_frames(frame):
+        loop = found[0] if (found := loop_of(each)) else None
+        call = loop.iter if isinstance(loop, ast.For) else None
+        is_one = isinstance(call, ast.Call) and getattr(call.func, "id", "") == "enumerate"
+        if loop and isinstance(call, ast.Call) and is_one and len(call.args) == 1 and not call.keywords:
+            first = next(assigned([loop.target]), "") if isinstance(loop, ast.For) else ""
+            return first if first in {name for part in loop.body for name in _loaded(part)} else ""
+    return ""
 
 
 def own_frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -83,25 +97,30 @@ def _compared(loop: Loop) -> set[str]:
     """Return the names that the body of `loop` orders by themselves, also by `max` and `min`, and does not take from a clock."""
     found, timed = set[str](), set[str]()
     for part in parts(loop):
-        operands: list[ast.expr] = []
-        if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
-            operands = [part.left, *part.comparators]
-        elif isinstance(part, ast.Assign) and "time" in _loaded(part.value):
+        if isinstance(part, ast.Assign) and "time" in _loaded(part.value):
             timed |= {*assigned(part.targets)}
-        elif isinstance(part, ast.Call) and getattr(part.func, "id", "") in ("max", "min"):
-            operands = part.args
-        found |= {each.id for each in operands if isinstance(each, ast.Name)}
+        found |= {each.id for each in _ordered(part) if isinstance(each, ast.Name)}
     return found - timed
 
 
+def _ordered(node: ast.AST) -> list[ast.expr]:
+    """Return what `node` orders: the operands of a comparison, or of `max` and `min`."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
+        return [node.left, *node.comparators]
+    return node.args if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("max", "min") else []
+
+
 def _counted(loop: Loop) -> set[str]:
-    """Return the names to which the body of `loop` adds something, and not the time that has passed."""
+    """Return the names to which the body of `loop` adds something, or which it makes of themselves, and not of the time that has passed."""
     found, timed = set[str](), set[str]()
     for part in parts(loop):
         if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
             found.add(part.target.id)
-        elif isinstance(part, ast.Assign) and isinstance(part.value, ast.BinOp) and len(part.targets) == 1:
-            found |= {*assigned(part.targets)} & _loaded(part.value)
+        elif isinstance(part, ast.Assign) and len(part.targets) == 1:
+            ordered = {
+                each.id for node in ast.walk(part.value) for each in _ordered(node) if isinstance(each, ast.Name)
+            }
+            found |= {*assigned(part.targets)} & _loaded(part.value) - ordered
         if isinstance(part, ast.AugAssign | ast.Assign) and "time" in _loaded(part.value):
             timed |= {*assigned([part])}
     steps = (part for part in parts(loop) if isinstance(part, ast.If) and "ends_step" in ast.unparse(part.test))

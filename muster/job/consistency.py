@@ -142,7 +142,8 @@ class Consistency:
         fixed = ", ".join(f"{name}={value}" for name, value in facts.items())
         self._world.same("batches()", fixed, remedy="give every rank the same arguments and data", error=ConfigError)
         for name, value in facts.items():
-            remedy = "restore the data" if name == "fingerprint" else f"give batches() the {name} of before"
+            remedies = {"fingerprint": "restore the data", "seed": "give Job(seed=...) the one of before"}
+            remedy = remedies.get(name, f"give batches() the {name} of before")
             self._refuse(name, value, remedy, within="batches")
 
     def _refuse_whole(self, batch_source: BatchSource) -> None:

@@ -19,7 +19,7 @@ from muster.checkpoint.tensor_versions import Changes
 from muster.data.fingerprint import hash_of, look
 from muster.errors import ConfigError
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, parts_of, read_now
-from muster.job.carried_state import BEST, COUNT, STATE, carried
+from muster.job.carried_state import BEST, COUNT, STATE, carried, enumerated
 from muster.job.own_objects import OwnDraws, OwnNumbers, OwnTensors, memory_of
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import Reached
@@ -40,6 +40,7 @@ REMEDIES = {
     COUNT: "; give it to job.step(name=value) or job.log, whose means go on, or follow it from job.steps_done",
     BEST: "; let job.evaluate(..., best=name) choose, and read job.best, or follow it from job.steps_done",
 }
+ENUMERATED = "{name} counts the batches of this attempt, and begins with 0 again after a resume, or the death of a rank: follow job.steps_done where it matters"
 FORGOTTEN = (
     "{name} is changed by the loop and is not tracked: a resume, or the death of a rank, would begin it anew; name it: track({short}={name}), which "
     "takes a module, or any object with state_dict() and load_state_dict(), unless a tracked object saves it or each step sets it anew"
@@ -206,6 +207,8 @@ class LoopWatch:
             verb, remedy = "goes" if len(names) == 1 else "go", REMEDIES[kind]
             text = CARRIED.format(name=", ".join(names), verb=verb, line=where)
             self._tell(f"carried {', '.join(names)}", text + remedy)
+        if self._batch_source and (name := enumerated(sys._getframe())):
+            self._tell("enumerate", ENUMERATED.format(name=name))
         is_tracked = any(hasattr(each, "__iter__") for each in self._tracked.others.values())
         if self._batch_source is None and not is_tracked and (batches := read_now()) is not None:
             apart = self._world.size > 1 and is_undivided(batches)

@@ -26,6 +26,8 @@ from muster.world.dtensor import own_piece
 
 MOST, MOST_IN_ALL = 1_000, 5_000
 """The most items of a container that is looked at, and the most global names, and tensors, in all."""
+FEW = 4
+"""The most items of a list of numbers that is looked at."""
 TIMED = ("time", "elapsed", "second", "duration", "clock")
 """What names of numbers have in them that follow a clock."""
 DAY_S = 86_400.0
@@ -171,7 +173,7 @@ def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
     seen = set[int]()
     for each in own_frames(frame):
         for name, value in _variables(each).items():
-            inner = {} if _is(value, nn.Module, dict) else _inner(value)
+            inner = {} if _is(value, nn.Module, dict, list) else _inner(value)
             for full, part in ((name, value), *((f"{name}.{key}", part) for key, part in inner.items())):
                 if id(part) not in seen:
                     seen.add(id(part))
@@ -223,6 +225,8 @@ def _inner(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, class or module of the script's own, or the items of a dict."""
     if _is(value, dict):
         return value if len(value) <= MOST else {}
+    if _is(value, list):  # as one that holds a counter
+        return {str(number): each for number, each in enumerate(value)} if len(value) <= FEW else {}
     if _is(value, ModuleType):
         is_plain = is_own(str(value.__dict__.get("__file__") or "<frozen"))
     else:

@@ -351,8 +351,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 FORM = os.environ["FORM"]
 data = TensorDataset(torch.arange(32.0).reshape(32, 1) / 32)
+scale = 1.0
 def main(job):
-    net = nn.Linear(1, 1)
+    global scale
+    net, beta = nn.Linear(1, 1), 0.0
     model = nn.parallel.DistributedDataParallel(net) if job.world_size > 1 else net
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -362,7 +364,9 @@ def main(job):
     if FORM == "evaluates":
         return job.evaluate(own, measure)
     best, seen, total, spent, before = 100.0, 0, 0.0, 0.0, time.time()
-    for (x,) in job.batches(data, batch_size=8, epochs=2):
+    for number, (x,) in enumerate(job.batches(data, batch_size=8, epochs=2)):
+        beta, scale = min(1.0, beta + 0.04), 1.0 if number < 0 else scale
+        scale = max(0.1, scale * 0.9)
         model(x).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -405,8 +409,12 @@ def test_what_a_port_leaves_out_is_told_or_done_as_meant(place):
     )
     best = [line["text"] for line in done.events("note") if line["text"].startswith("best goes from batch to batch")]
     assert best and "job.evaluate(..., best=name)" in best[0] and "seen" not in "".join(best)
-    [counted] = {line["text"] for line in done.events("note") if line["text"].startswith("seen, total go from batch")}
-    assert "job.step(name=value)" in counted and "spent" not in counted
+    [counted] = {line["text"] for line in done.events("note") if " go from batch to batch" in line["text"]}
+    assert {*counted.partition(" go from")[0].split(", ")} == {"seen", "total", "beta", "scale"}, counted
+    assert "job.step(name=value)" in counted
+    assert [
+        line for line in done.events("note") if line["text"].startswith("number counts the batches of this attempt")
+    ]
 
 
 REMEMBERS = """
