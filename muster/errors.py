@@ -206,6 +206,8 @@ def tell(error: BaseException, kept: Path | None = None) -> None:
     """
     if isinstance(error, MusterError):
         return say(f"muster: {error.outcome.replace('_', ' ')}: {in_words(error)}")
+    if isinstance(error, SystemExit) and error.code == Preempted.exit_code:
+        return say(f"muster: the script has ended itself by {located(error)}: run the same command again to go on")
     if not kept:
         say(traceback_of(error))
     say(f"muster: failed: {and_where(error, kept)}")

@@ -398,6 +398,7 @@ def test_what_a_port_leaves_out_is_told_or_done_as_meant(place):
     assert "evaluate(): the data set" in said and "give all ranks the same samples" in said
     shutil.rmtree(folder / "run")
     stopped = left_out("stops", code=75)
+    assert "the script has ended itself by SystemExit: 75 (left_out.py:" in stopped.out and "failed" not in stopped.out
     assert [line["step"] for line in stopped.lines("eval")] == [4]
     evaluated = left_out("evaluates")
     assert evaluated.outcome["outcome"] == "preempted" and not (folder / "run/model.pt").exists(), evaluated.out
