@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -28,9 +28,8 @@ class Accumulation:
 
     def __init__(self, optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str], buffers: Mapping[str, Tensor]):
         self._optimizers, self._names, self._buffers = optimizers, names, buffers
-        self._state = [*names, *buffers.values()]
         self._versions: list[int] = []
-        """Those of parameters and buffers between two steps."""
+        """Those of parameters that no optimizer steps, and of buffers, between two steps."""
         self._gradients: dict[int, tuple[Callable[[], Any], int]] = {}
         """By id of a parameter, its gradient and the version of this between two steps."""
         self._is_counted = False
@@ -47,6 +46,9 @@ class Accumulation:
         self._first: dict[str, Any] = {}
         """By optimizer, the parameter that gets its gradient first in a backward pass."""
         self._hooks: dict[str, list[Any]] = {}
+        stepped = {id(each) for name, parameters in self._parameters().items() for each in parameters if name}
+        self._followers = {name: each for each, name in names.items() if id(each) not in stepped}
+        """Such parameters, as of an average, by name."""
         for name, optimizer in optimizers.items():
             if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of other libraries have none
                 optimizer.register_step_pre_hook(partial(self._begin, name))
@@ -58,28 +60,30 @@ class Accumulation:
 
     def end_step(self) -> None:
         """Note the gradients that are left at the end of the loop's body."""
-        self._is_needed = {}
+        self._is_needed, gradients = {}, list[tuple[Any, Any]]()
         for name, parameters in self._parameters().items():
-            left = [(each, ref(each.grad)) for each in parameters if each.grad is not None]
-            self._left[name] = left
+            there = [(each, gradient) for each in parameters if (gradient := each.grad) is not None]
+            gradients += there
+            self._left[name] = left = [(each, ref(gradient)) for each, gradient in there]
             if name not in self._hooks:
                 found = [each for each, _ in left if each.requires_grad and not in_pieces(each)]
                 first = self._first.get(name)
                 watched: list[Any] = [each for each in found if each is first] or found
                 self._hooks[name] = [each.register_hook(partial(self._see, name, ref(each))) for each in watched]
-        self.mark()
+        self._mark(gradients)
 
     def mark(self) -> None:
         """Note that no step has begun."""
-        there: dict[int, tuple[Callable[[], Any], int]] = {
-            id(each): (ref(each.grad), each.grad._version) for each in self._names if each.grad is not None
-        }
-        self._gradients, self._is_counted = there, False
+        self._mark((each, each.grad) for each in self._names if each.grad is not None)
+
+    def _mark(self, gradients: Iterable[tuple[Any, Any]]) -> None:
+        self._gradients = {id(each): (ref(gradient), gradient._version) for each, gradient in gradients}
+        self._is_counted = False
         self.mark_state()
 
     def mark_state(self) -> None:
         """Note that all but gradients is that of the last step: an evaluation gives buffers other versions."""
-        self._versions = [each._version for each in self._state]
+        self._versions = [each._version for each in (*self._followers.values(), *self._buffers.values())]
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -115,9 +119,9 @@ class Accumulation:
                 if grad and self._may_need(name):
                     return f"the gradient of {self._names[each]}"
                 has_pass = True
-        names = [*self._names.values(), *(self._buffers if has_pass else ())]
-        changed = zip(names, self._state, self._versions, strict=False)
-        return next((name for name, each, version in changed if each._version != version), "")
+        state = {**self._followers, **(self._buffers if has_pass else {})}
+        changed = zip(state.items(), self._versions, strict=False)
+        return next((name for (name, each), version in changed if each._version != version), "")
 
     def _may_need(self, name: str) -> bool:
         return name in self._idle or self.habits.get(name, True)
