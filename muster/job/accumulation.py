@@ -86,9 +86,10 @@ class Accumulation:
         self._versions = [each._version for each in (*self._followers.values(), *self._buffers.values())]
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self, *, ends_with_count: bool) -> Iterator[None]:
         """Put gradients aside in this context, as of an evaluation, whose own passes must not add to them."""
-        kept, is_between = [(each, each.grad) for each in self._names], not (self._is_counted or self.begun())
+        is_between = not (self._is_counted or self.begun(ends_with_count=ends_with_count))
+        kept = [(each, each.grad) for each in self._names]
         for each, _ in kept:
             each.grad = None
         self._is_aside = True
@@ -101,11 +102,11 @@ class Accumulation:
             if is_between:
                 self.mark_state()
 
-    def begun(self) -> str:
+    def begun(self, *, ends_with_count: bool) -> str:
         """Return what the next step has changed of what a checkpoint holds, and would change again after a resume; empty if nothing.
 
         Gradients where none was left are its own: a checkpoint leaves them out. Buffers may also be changed for the last step, unless
-        there has been a backward pass.
+        there has been a backward pass; so may averages, if a step ends with its count, and not with the loop's body.
         """
         if self._is_counted:
             return ""
@@ -119,6 +120,8 @@ class Accumulation:
                 if grad and self._may_need(name):
                     return f"the gradient of {self._names[each]}"
                 has_pass = True
+        if ends_with_count and not has_pass:
+            return ""
         state = {**self._followers, **(self._buffers if has_pass else {})}
         changed = zip(state.items(), self._versions, strict=False)
         return next((name for (name, each), version in changed if each._version != version), "")

@@ -295,20 +295,19 @@ class LoopServices:
 
     def _begun(self) -> str:
         """See `Accumulation.begun`; empty after the last step."""
-        return "" if self.is_over else self.tracked.accumulation.begun()
+        return "" if self.is_over else self.tracked.accumulation.begun(ends_with_count=self.batch_source is None)
 
     def _has_begun(self) -> bool:
         """Return True if the next step has begun on a rank. Collective."""
         return self.world.lowest(bool(self._begun())) is not None
 
     def ask_to_save(self) -> None:
-        """Save this step: now, or once the loop's body has ended; or the next one, if it has begun. Collective."""
-        if (
-            self._owes_body or self._has_begun()
-        ):  # a resume would go on with the next batch, and never do the rest of the body
-            self._is_asked_to_save = True
+        """Save this step: now, or once the loop's body has ended; or the next one, if that has begun and its end is seen. Collective."""
+        is_seen = self.batch_source is not None
+        if self._owes_body or (is_seen and self._has_begun()):
+            self._is_asked_to_save = True  # a resume would go on with the next batch, and never do the rest of the body
         else:
-            self.save()
+            self._save_now()
 
     def _save_now(self) -> None:
         """Save this step, with a note if the next one has begun. Collective."""
@@ -371,13 +370,12 @@ class LoopServices:
     def goes_on(self, phase: str) -> bool:
         """Enter a phase of the body; return False if the ranks agreed to stop and must not finish it. Collective.
 
-        The body of a counted step, or of one that has begun, has `BODY_S` to end, so that the step can be saved.
+        The body of a counted step has `BODY_S` to end, so that the step can be saved.
         """
         if self.peers.begin(phase, self.reached.step):
             return True
         self._latest = self._latest or time.monotonic() + BODY_S
-        may_end = self._owes_body or self._has_begun()
-        return may_end and self.world.lowest(time.monotonic() > self._latest) is None
+        return self._owes_body and self.world.lowest(time.monotonic() > self._latest) is None
 
     def stop(self) -> NoReturn:
         """Save the step at which all ranks have stopped. Collective. Raises AgreedStop.
@@ -464,7 +462,7 @@ class LoopServices:
         """Do not journal the modules' buffers as this rank's own in this context: an evaluation uses rank 0's."""
         self.is_evaluating, are_own = True, not (self.is_within and self.trainee.are_changed())
         try:
-            with self.tracked.accumulation.aside():
+            with self.tracked.accumulation.aside(ends_with_count=self.batch_source is None):
                 yield
         finally:
             self.is_evaluating = False

@@ -1,6 +1,7 @@
 """A loop that saves amid a step, after the backward pass and before `optimizer.step()`: `python amid.py FOLDER`.
 
-FORM: best: by an evaluation; exit: and leaves with 75 at step 10; stop: it is told to stop there. NORM=1: with batch norm; TEACHER=1: with an average that follows before the pass. EVERY: the steps of the
+FORM: best: by an evaluation; exit: and leaves with 75 at step 10; stop: it is told to stop there; own: it iterates by itself, and
+saves after the step, once the average has followed. NORM=1: with batch norm; TEACHER=1: with an average that follows before the pass. EVERY: the steps of the
 job in one of the optimizer. END_AT: SIGKILL in the body after this step.
 """
 
@@ -22,19 +23,32 @@ END_AT = int(os.environ.get("END_AT", "0"))
 DATA = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.ones(64))
 
 
+def batches(job):
+    if FORM != "own":
+        yield from job.batches(DATA, batch_size=8, epochs=3)
+        return
+    while job.steps_done < 24:
+        at = job.steps_done % 8 * 8
+        yield DATA[at : at + 8]
+
+
+def follow(teacher, net):
+    for own, other in zip(teacher.parameters(), net.parameters(), strict=True):
+        own.lerp_(other.detach(), 0.1)
+
+
 def main(job):
     net = nn.Sequential(nn.BatchNorm1d(4) if NORM else nn.Identity(), nn.Linear(4, 1))
     model = DistributedDataParallel(net) if job.world_size > 1 else net
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     teacher = copy.deepcopy(net).requires_grad_(False)
     job.track(model=model, optimizer=optimizer, **({"teacher": teacher} if TEACHER else {}))
-    for x, y in job.batches(DATA, batch_size=8, epochs=3):
-        if TEACHER:
-            for own, other in zip(teacher.parameters(), net.parameters(), strict=True):
-                own.lerp_(other.detach(), 0.1)
+    for x, y in batches(job):
+        if TEACHER and FORM != "own":
+            follow(teacher, net)
         loss = (model(x)[:, 0] - y).pow(2).mean() + (TEACHER and (model(x) - teacher(x)).pow(2).mean())
         loss.backward()
-        if job.steps_done in (5, 10, 20):
+        if job.steps_done in (5, 10, 20) and FORM != "own":
             if FORM == "best":
                 job.evaluate(DATA, lambda batch: {"loss": (net(batch[0])[:, 0] - batch[1]).pow(2)}, best="loss")
             elif FORM == "stop" and END_AT and job.steps_done == 10:
@@ -52,6 +66,10 @@ def main(job):
             optimizer.step()
             optimizer.zero_grad()
         job.step(loss=loss)
+        if FORM == "own":
+            follow(teacher, net)
+            if job.steps_done == 10:
+                job.save()
 
 
 if __name__ == "__main__":
