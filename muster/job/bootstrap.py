@@ -51,7 +51,6 @@ class Parted(Exception):
 class Bootstrap:
     """A job's group, its claimed folder and its lifecycle, from `enter` to `leave`.
 
-    seeds_steps: whether the generators are seeded in each step.
     why_no_survival: why the rank does not survive the death of another, although the settings ask for it.
     """
 
@@ -61,11 +60,10 @@ class Bootstrap:
         *,
         preemption: Preemption | None = None,
         kept: JobHandOver | None = None,
-        seeds_steps: bool = False,
         why_no_survival: str = "",
     ):
         self.options, self.preemption = options, preemption or Preemption()
-        self.kept, self.seeds_steps, self.why_no_survival = kept or JobHandOver(), seeds_steps, why_no_survival
+        self.kept, self.why_no_survival = kept or JobHandOver(), why_no_survival
         self.life = Lifecycle(
             Path(options.folder),
             self.preemption,

@@ -39,7 +39,7 @@ def run(job: J, enter: Callable[[J, Bootstrap], object]) -> None:
     """
     journal = journal_for(partial(_why_not, job), last=NOTES)
     if not isinstance(journal, StepJournal):
-        enter(job, Bootstrap(job, seeds_steps=True, why_no_survival=journal))
+        enter(job, Bootstrap(job, why_no_survival=journal))
         return
     lost_output.endure()
     agent.die_with_it()
@@ -66,7 +66,7 @@ def _live(job: J, enter: Callable[[J, Bootstrap], object], kept: JobHandOver, pr
     """Take part in one attempt after another, until the run ends; return the exit code."""
     while True:
         attempt = dataclasses.replace(job)
-        bootstrap = Bootstrap(attempt, preemption=preemption, kept=kept, seeds_steps=True)
+        bootstrap = Bootstrap(attempt, preemption=preemption, kept=kept)
         try:
             enter(attempt, bootstrap)
         except Parted:

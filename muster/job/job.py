@@ -118,7 +118,7 @@ class Job(JobOptions):
         and the function is called again on all ranks, in the same process: `track` then
         restores the state of a rank that is alive, and `batches` goes on with the next step. So what the function does
         before the loop is done again, and nothing outside of the tracked objects may remember the steps. What is loaded
-        before `run` is there at once. In each step the random number generators are seeded by `seed`, step and rank.
+        before `run` is there at once.
 
         Where ranks cannot be restarted in place, the records say why, and the death of one restarts all.
         """

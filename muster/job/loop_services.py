@@ -22,7 +22,6 @@ from muster.checkpoint.commit import Saved
 from muster.checkpoint.tensor_versions import Changes
 from muster.checkpoint.trained import plain
 from muster.checkpoint.weights import write_weights
-from muster.data.generators import key_of, seed_generators
 from muster.errors import ConfigError, Diverged, MusterError, Preempted, RankLost, final, say
 from muster.files import replace_file
 from muster.job.batch_source import BatchSource
@@ -78,7 +77,6 @@ class LoopServices:
         saved = self.start.saved
         self.intervals = Intervals(line=Every(options.log_every), save=Every(options.save_every))
         self.reached = Reached(saved.step, int(saved.manifest.get("samples", 0))) if saved else Reached()
-        seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
         self.owes_save = self._is_asked_to_save = False
         """True between the end of a step after which a checkpoint is due, and its beginning."""
         self.is_within = False
@@ -103,7 +101,7 @@ class LoopServices:
         self.consistency = Consistency(bootstrap, tracked)
         self.unfinished = self._unfinished()
         self.start.restore(self.trainee)
-        self._seed_step()
+        seed_step(options.seed, self.world, self.reached.step)
         self.tracked.accumulation.mark()
         self.consistency.begin()
         writes = partial(report, self.folder.path) if self.world.is_first else None
@@ -231,11 +229,7 @@ class LoopServices:
         if self.owes_save:  # after the last step it is done at the end
             self.save()
             self.owes_save = False
-        self._seed_step()
-
-    def _seed_step(self) -> None:
-        if self.bootstrap.seeds_steps:
-            seed_step(self.options.seed, self.world, self.reached.step)
+        seed_step(self.options.seed, self.world, self.reached.step)
 
     def begin_step(self) -> None:
         """Begin the next step, unless the ranks have agreed to stop before it. Collective. Raises AgreedStop."""

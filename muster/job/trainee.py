@@ -426,5 +426,5 @@ def _differ(one: Tensor, other: Tensor | None) -> bool:
 
 
 def seed_step(seed: int, world: World, step: int) -> None:
-    """Seed the generators for this rank's part of a step, so that a rank that is restarted in place draws alike."""
+    """Seed the generators for this rank's part of a step, so that a rank that is restarted in place, or a resume, draws alike."""
     seed_generators(key_of(seed, world.rank, step, "step"), on_device=True)

@@ -58,7 +58,7 @@ def amid(folder, **env):
     return finish(warm.Popen([sys.executable, "-m", "amid", "run"], env=environment(**env), cwd=folder), folder / "run")
 
 
-@pytest.mark.nightly(but=["env0-10", "env1-11", "env5-10"])
+@pytest.mark.nightly(but=["env0-10", "env1-11", "env5-10", "env6-10"])
 @pytest.mark.parametrize(
     ("env", "resumed_at"),
     [
@@ -68,10 +68,11 @@ def amid(folder, **env):
         ({"FORM": "stop"}, 10),
         ({"TEACHER": "1"}, 11),
         ({"TEACHER": "1", "FORM": "own"}, 10),
+        ({"FORM": "with"}, 10),
     ],
 )
 def test_a_save_amid_a_step_has_nothing_of_the_next_one(tmp_path, env, resumed_at):
-    """Gradients of its backward pass, its batch-norm statistics, or what it has changed before would be there twice after a resume."""
+    """Gradients of its backward pass, its batch-norm statistics, or what it has changed or drawn before would be there twice after a resume."""
     whole = amid(tmp_path / "whole", **env)
     assert whole.code == 0, whole.out
     amid(tmp_path / "ended", **env, END_AT="12")

@@ -1,7 +1,7 @@
 """A loop that saves amid a step, after the backward pass and before `optimizer.step()`: `python amid.py FOLDER`.
 
 FORM: best: by an evaluation; exit: and leaves with 75 at step 10; stop: it is told to stop there; own: it iterates by itself, and
-saves after the step, once the average has followed. NORM=1: with batch norm; TEACHER=1: with an average that follows before the pass. EVERY: the steps of the
+saves after the step, once the average has followed; with: in a `with` block. NORM=1: with batch norm; TEACHER=1: with an average that follows before the pass. EVERY: the steps of the
 job in one of the optimizer. END_AT: SIGKILL in the body after this step.
 """
 
@@ -38,7 +38,7 @@ def follow(teacher, net):
 
 
 def main(job):
-    net = nn.Sequential(nn.BatchNorm1d(4) if NORM else nn.Identity(), nn.Linear(4, 1))
+    net = nn.Sequential(nn.BatchNorm1d(4) if NORM else nn.Dropout(0.5), nn.Linear(4, 1))
     model = DistributedDataParallel(net) if job.world_size > 1 else net
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     teacher = copy.deepcopy(net).requires_grad_(False)
@@ -73,4 +73,9 @@ def main(job):
 
 
 if __name__ == "__main__":
-    muster.Job(sys.argv[1], save_every=500, keep=2, tensorboard=False, timeout_s=20).run(main)
+    job = muster.Job(sys.argv[1], save_every=500, keep=2, tensorboard=False, timeout_s=20)
+    if FORM == "with":
+        with job:
+            main(job)
+    else:
+        job.run(main)
