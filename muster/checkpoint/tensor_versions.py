@@ -74,4 +74,11 @@ def first_value(tensor: Tensor) -> str:
 
 def place(tensor: Any) -> Place:
     """Return the address and version of a tensor, which change with each of its changes but for one by `.data`."""
-    return tensor.data_ptr(), tensor._version
+    return stored(tensor).data_ptr(), tensor._version
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """Return the tensor, or the values of a sparse one, which itself has no storage."""
+    if tensor.layout == torch.strided:
+        return tensor
+    return tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()

@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from muster.checkpoint.tensor_versions import place
 from muster.data.fingerprint import fingerprint, hash_of, look
 from muster.data.generators import kept_generators, key_of, seed_generators
 from muster.data.loader import LoaderConfig, batches, to
@@ -269,7 +270,7 @@ def _seen(part: Any) -> Iterator[Any]:
     left_out = ("epoch", "_epoch") if hasattr(part, "set_epoch") else ()
     state = {name: value for name, value in vars(part).items() if name not in left_out}
     for leaf in pytree.tree_leaves(state):
-        yield (leaf.data_ptr(), leaf._version) if isinstance(leaf, torch.Tensor) else look([leaf])
+        yield place(leaf) if isinstance(leaf, torch.Tensor) else look([leaf])
     yield [*state]
 
 

@@ -18,7 +18,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from muster.checkpoint.tensor_versions import SAMPLED_STEPS, Place, first_value, place
+from muster.checkpoint.tensor_versions import SAMPLED_STEPS, Place, first_value, place, stored
 from muster.code_location import is_own
 from muster.data.own_generators import KINDS, OwnGenerators, is_global, is_of_user
 from muster.job.carried_state import Loop, assigned, loop_of, own_frames, parts, values_of
@@ -159,7 +159,7 @@ def _is_changed(tensor: ref[Tensor], before: Place, value: str) -> bool:
 
 def memory_of(tensor: Tensor) -> int:
     """Return the address of a tensor's memory, which its views share."""
-    return own_piece(tensor).untyped_storage().data_ptr()
+    return stored(own_piece(tensor)).untyped_storage().data_ptr()
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:

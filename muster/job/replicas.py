@@ -155,6 +155,8 @@ def _bits(tensor: Tensor) -> list[Any]:
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.sha256()
-    for buffer in tensors:
-        digest.update(as_bytes(host_copy(buffer)))
+    for each in tensors:
+        sparse = None if each.layout == torch.strided else each.to_sparse(layout=torch.sparse_coo).coalesce()
+        for part in (each,) if sparse is None else (sparse.indices(), sparse.values()):
+            digest.update(as_bytes(host_copy(part)))
     return digest.hexdigest()

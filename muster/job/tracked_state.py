@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from muster.checkpoint.optimizer_state import empty_state, empty_states, flat_state, keep_types, nested_state
 from muster.checkpoint.state import host_copy, is_finite, is_plain
+from muster.checkpoint.tensor_versions import Place, place
 from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.data.fingerprint import hash_of, look
 from muster.errors import ConfigError
@@ -46,16 +47,16 @@ RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED, FROZEN, UNSAVED)
 """Names that checkpoints have for other entries."""
 ELSEWHERE = (Tensor, nn.Module, LRScheduler, str, bytes, type, FunctionType, ModuleType)
 """Kinds of objects in which no optimizer is looked for. A scheduler's state dict leaves its optimizer out."""
+SPARSE = "{name} is sparse, which no checkpoint holds: keep it in a variable, or register it as a buffer with persistent=False if training does not change it"
 MOST_SEEN = 10_000
 """Objects that are looked at in search of an optimizer."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A buffer as the script has built it: its address, its version and a digest of its values."""
+    """A buffer as the script has built it: its place (see tensor_versions.py) and a digest of its values."""
 
-    address: int
-    version: int
+    place: Place
     digest: str
 
 
@@ -90,6 +91,8 @@ class Tracked:
         for name, value in self._of_modules().items():
             if not isinstance(value, Tensor):
                 _check_plain(name, value)
+            elif value.layout != torch.strided:
+                raise ConfigError(SPARSE.format(name=name))
         for name, other in self.others.items():
             _check_plain(name, other.state_dict())
         self._saved_buffers = {*self._buffers()}
@@ -271,8 +274,10 @@ class Tracked:
         unsaved = dict(self._unsaved_buffers())
         for name in unsaved.keys() - self._changed_buffers:
             before, buffer = self._built_buffers.get(name), unsaved[name]
-            is_same = before and (before.address, before.version) == (buffer.data_ptr(), buffer._version)
+            is_same = before and before.place == place(buffer)
             if before is None or (not is_same and digest_of([buffer]) != before.digest):
+                if buffer.layout != torch.strided:
+                    raise ConfigError(SPARSE.format(name=f"{name.removeprefix(UNSAVED)[1:]} has changed, and"))
                 self._changed_buffers.add(name)
         return {name: buffer for name, buffer in unsaved.items() if name in self._changed_buffers}
 
@@ -464,7 +469,7 @@ class Tracked:
 
 
 def _built(buffer: Tensor) -> Built:
-    return Built(buffer.data_ptr(), buffer._version, digest_of([buffer]))
+    return Built(place(buffer), digest_of([buffer]))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

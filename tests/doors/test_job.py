@@ -497,10 +497,11 @@ class Disguised:
 class Counts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner, self.calls = nn.Linear(1, 1), 100
+        self.inner, self.calls, self.words = nn.Linear(1, 1), 100, nn.Embedding(1, 1, sparse=True)
+        self.register_buffer("graph", torch.eye(4).to_sparse(), persistent=False)
     def forward(self, x):
         self.calls += 7
-        return self.inner(x)
+        return torch.sparse.mm(self.graph, self.inner(x)) if len(x) == 4 else self.inner(x)
     def get_extra_state(self):
         return {"calls": self.calls}
     def set_extra_state(self, state):
@@ -527,7 +528,7 @@ def main(job):
     remote, disguised, mask = Remote(), Disguised(), {"mask": torch.zeros(1, 1).expand(30_000, 30_000)}
     state, alias = net.state_dict(), [each.data for each in net.parameters()]
     with torch.inference_mode():
-        cached = [torch.zeros(3)]
+        cached = [torch.zeros(3), torch.eye(2).to_sparse_csr()]
     average = {"weight": torch.zeros(2, 1)} if "AVERAGE" in os.environ else None
     job.track(model=net, critic=critic, optimizer=optimizer, other=other, holder=Holder(stopping))
     test = torch.utils.data.TensorDataset(torch.ones(8, 1))
@@ -537,7 +538,7 @@ def main(job):
         (critic(x).mean() * job.weight).backward()
         other.step(), other.zero_grad()  # in each micro-batch
         critic.eval()
-        (net(x).square().mean() * job.weight).backward()
+        ((net(x) + net.words(x.long() * 0)[..., 0]).square().mean() * job.weight).backward()
         if job.ends_step:
             before = [each.detach().clone() for each in net.parameters()]
             inner.step()
@@ -1049,6 +1050,15 @@ WEIGHTED = "job.track(model=model); job.batches(data, batch_size=8, epochs=1, we
             "draw them before track()",
         ),
         ("job.track(model=nn.LazyLinear(2))", "without a shape yet"),
+        (
+            "model.register_buffer('graph', torch.eye(2).to_sparse()); job.track(model=model)",
+            "model/graph is sparse, which no checkpoint holds",
+        ),
+        (
+            "model.register_buffer('graph', torch.eye(2).to_sparse(), persistent=False); "
+            f"{LOOP}model.graph *= 2; job.step(); job.save()",
+            "model/graph has changed, and is sparse",
+        ),
         ("job.track(model=model); job.sum(torch.ones(2))", "sum(...) is a Tensor [2]"),
         ("job.track(model=model); job.log(text='one')", "log(text=...) is a str"),
         (f"{LOOP}job.step(epoch=1.0)", "has the name epoch"),
