@@ -67,6 +67,7 @@ def test_a_run_goes_on_under_another_strategy(tmp_path):
         (("model._target_=kit.parts.models.Odd", "+model.kind=scalar"), "scale, which is a scalar"),
         (("model._target_=kit.parts.models.Odd", "+model.kind=mixed"), "float32 and float64"),
         (("model._target_=kit.parts.models.Odd", "+model.kind=lazy"), "a lazy layer"),
+        (("model._target_=kit.parts.models.Odd", "+model.kind=sparse"), "the model's graph is sparse"),
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_sharded_is_one_line(tmp_path, more, says):

@@ -31,7 +31,7 @@ def prepared(
     `ignore`: None if the weights are a whole run's own, which must all fit. `in_evaluation`: gets the names of the frozen modules
     that stay in evaluation mode; None: they train as the others.
     Raises ConfigError: weights and model differ in other names or in shapes, a pattern of `freeze` matches nothing, or a parameter
-    has no size yet (a lazy layer).
+    has no size yet (a lazy layer), or is sparse.
     """
     model = compiled_in_place(build())
     for name, parameter in model.named_parameters():
@@ -39,6 +39,11 @@ def prepared(
             raise ConfigError(
                 f"the model's {name} has no size before the first batch (a lazy layer), but must be sharded before it: "
                 "give the layer its sizes; a model's parameter input_shape gets that of a sample"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise ConfigError(
+                f"the model's {name} is sparse, which no checkpoint holds: keep it in an attribute that is no buffer"
             )
     if weights is not None:
         take(model, weights, ignore)
