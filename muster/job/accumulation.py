@@ -9,10 +9,11 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muster.errors import ConfigError
+from muster.job.step_mark import StepMark
 from muster.world.dtensor import in_pieces
 
 
@@ -23,13 +24,17 @@ class Accumulation:
     them, they belong to the next step, or the loop adds to them for ever. Most loops throw them away. The next backward pass, or the
     optimizer's next step, shows it. Until then, a loop that has ever needed them counts as needing them.
 
-    names: parameter -> its name in checkpoints. buffers: those of the modules, likewise.
+    names: parameter -> its name in checkpoints. modules, others: see `StepMark`.
     """
 
-    def __init__(self, optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str], buffers: Mapping[str, Tensor]):
-        self._optimizers, self._names, self._buffers = optimizers, names, buffers
-        self._versions: list[int] = []
-        """Those of parameters that no optimizer steps, and of buffers, between two steps."""
+    def __init__(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        names: Mapping[Tensor, str],
+        modules: Mapping[str, nn.Module],
+        others: Mapping[str, Any],
+    ):
+        self._optimizers, self._names = optimizers, names
         self._gradients: dict[int, tuple[Callable[[], Any], int]] = {}
         """By id of a parameter, its gradient and the version of this between two steps."""
         self._is_counted = False
@@ -47,8 +52,8 @@ class Accumulation:
         """By optimizer, the parameter that gets its gradient first in a backward pass."""
         self._hooks: dict[str, list[Any]] = {}
         stepped = {id(each) for name, parameters in self._parameters().items() for each in parameters if name}
-        self._followers = {name: each for each, name in names.items() if id(each) not in stepped}
-        """Such parameters, as of an average, by name."""
+        followers = {name: each for each, name in names.items() if id(each) not in stepped}
+        self.state = StepMark(followers, modules, others)
         for name, optimizer in optimizers.items():
             if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of other libraries have none
                 optimizer.register_step_pre_hook(partial(self._begin, name))
@@ -73,43 +78,44 @@ class Accumulation:
         self._mark(gradients)
 
     def mark(self) -> None:
-        """Note that no step has begun."""
-        self._mark((each, each.grad) for each in self._names if each.grad is not None)
+        """Note that no step has begun. Gradients of zero are as good as none: what is added to them is of the next step."""
+        self._mark((each, each.grad) for each in self._names if _some([each.grad]))
 
     def _mark(self, gradients: Iterable[tuple[Any, Any]]) -> None:
         self._gradients = {id(each): (ref(gradient), gradient._version) for each, gradient in gradients}
         self._is_counted = False
-        self.mark_state()
-
-    def mark_state(self) -> None:
-        """Note that all but gradients is that of the last step: an evaluation gives buffers other versions."""
-        self._versions = [each._version for each in (*self._followers.values(), *self._buffers.values())]
+        self.state.set()
 
     @contextlib.contextmanager
-    def aside(self, *, ends_with_count: bool) -> Iterator[None]:
-        """Put gradients aside in this context, as of an evaluation, whose own passes must not add to them."""
-        is_between = not (self._is_counted or self.begun(ends_with_count=ends_with_count))
-        kept = [(each, each.grad) for each in self._names]
-        for each, _ in kept:
+    def aside(self) -> Iterator[None]:
+        """Put gradients aside in this context, as of an evaluation, whose own passes must not add to them.
+
+        One that is a view of a bucket of DistributedDataParallel's (`gradient_as_bucket_view`) would be overwritten in it.
+        """
+        kept = [(each, each.grad, _copy_of_view(each.grad)) for each in self._names]
+        for each, _, _ in kept:
             each.grad = None
         self._is_aside = True
         try:
-            yield
+            with self.state.aside():
+                yield
         finally:
             self._is_aside = False
-            for each, gradient in kept:
+            for each, gradient, values in kept:
                 each.grad = gradient
-            if is_between:
-                self.mark_state()
+                if gradient is not None and values is not None:
+                    gradient.data.copy_(values)  # no change that counts
 
     def begun(self, *, ends_with_count: bool) -> str:
         """Return what the next step has changed of what a checkpoint holds, and would change again after a resume; empty if nothing.
 
-        Gradients where none was left are its own: a checkpoint leaves them out. Buffers may also be changed for the last step, unless
-        there has been a backward pass; so may averages, if a step ends with its count, and not with the loop's body.
+        Gradients where none was left are its own: a checkpoint leaves them out. ends_with_count: a step ends with its count, and not with
+        the loop's body, so that all else may be changed for the last step, unless there has been a backward pass.
         """
         if self._is_counted:
             return ""
+        if self._stepped:
+            return "the weights"
         has_pass = False
         for name, parameters in self._parameters().items():
             for each in parameters:
@@ -122,9 +128,7 @@ class Accumulation:
                 has_pass = True
         if ends_with_count and not has_pass:
             return ""
-        state = {**self._followers, **(self._buffers if has_pass else {})}
-        changed = zip(state.items(), self._versions, strict=False)
-        return next((name for (name, each), version in changed if each._version != version), "")
+        return self.state.changed()
 
     def _may_need(self, name: str) -> bool:
         return name in self._idle or self.habits.get(name, True)
@@ -182,12 +186,15 @@ class Accumulation:
             raise ConfigError(text)
         return text
 
+    def uncounted(self) -> str:
+        """Return an optimizer's step that the job has not counted, as `optimizer.step()`; empty if there is none."""
+        return f"{min(self._stepped)}.step()" if self._stepped else ""
+
     def refuse(self, what: str) -> None:
         """Raise ConfigError after an optimizer's step that the job has not counted: weights and position do not fit."""
-        if self._stepped:
+        if name := self.uncounted():
             raise ConfigError(
-                f"{what} came after {min(self._stepped)}.step() and before job.step(): call it after job.step(), which "
-                "counts the optimizer's step"
+                f"{what} came after {name} and before job.step(): call it after job.step(), which counts the optimizer's step"
             )
 
     def with_gradients(self) -> list[str]:
@@ -246,6 +253,10 @@ def _some(gradients: list[Any]) -> bool:
     found = [each.to_local() if in_pieces(each) else each for each in gradients if each is not None]
     plain = [each._values() if each.is_sparse else each for each in found]
     return any(bool(each.any()) for each in sorted(plain, key=Tensor.numel))  # one element of a small one is enough
+
+
+def _copy_of_view(gradient: Tensor | None) -> Tensor | None:
+    return gradient.clone() if gradient is not None and gradient._is_view() else None
 
 
 def _like(parameter: Tensor, saved: Any) -> Tensor:

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import tokenize
 from collections.abc import Collection, Iterator, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -36,7 +36,8 @@ def carried(frame: FrameType | None, tracked: Collection[int]) -> Iterator[tuple
             loop, line = found
             kinds = dict.fromkeys(_compared(loop), BEST) | dict.fromkeys(_counted(loop), COUNT)
             names = _names(loop)
-            shared = {name: each.f_globals[name] for name in names if name in each.f_globals}
+            own = local_names(each.f_code)
+            shared = {name: each.f_globals[name] for name in names if name in each.f_globals and name not in own}
             for name, value in {**shared, **values_of(each, names)}.items():
                 kind = STATE if _is_state(value, tracked) else kinds.get(name) if _is_number(value) else None
                 if kind:
@@ -209,7 +210,12 @@ def assigned(nodes: Sequence[ast.AST]) -> Iterator[str]:
                 yield part.id
 
 
-def values_of(frame: FrameType, names: Sequence[str]) -> dict[str, object]:
+def local_names(code: CodeType) -> frozenset[str]:
+    """Return the names that are local in a function, or of one around it, also those that have no value yet; none for a module."""
+    return frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
+
+
+def values_of(frame: FrameType, names: Collection[str]) -> dict[str, object]:
     """Return the values of those variables of `frame` that have one."""
     if not names:
         return {}

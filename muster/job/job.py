@@ -269,7 +269,7 @@ class Job(JobOptions):
     def save(self) -> None:
         """Save a checkpoint of this step, in the background. Collective: every rank must call it.
 
-        In a loop over `batches`, what the body does after `step` belongs to the step: it is saved once the body has ended.
+        In a loop over `batches` it is saved once the loop's body has ended, with the step that this makes.
 
         Raises:
             Diverged: a weight is not finite.

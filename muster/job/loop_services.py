@@ -49,9 +49,11 @@ ALTERED = (
     "weights after the job, or into another module"
 )
 AMID = (
-    "the checkpoint of step {step} was saved within the next step, which has changed {changed} already, and which a resume makes again: call save() and "
-    "evaluate(best=...) before the forward pass, or after job.step()"
+    "the checkpoint of step {step} was saved within the next step, which has changed {changed} already, and which a resume makes again: call "
+    "evaluate(best=...), or leave the loop, before the forward pass or after job.step()"
 )
+STALE = "the checkpoint of step {step} was saved within job.step(), before the loop changed {changed}: call job.step() last in a loop that iterates by itself"
+UNCOUNTED = "{name} was called after step {step}, and job.step() was not: model.pt and the checkpoint of this step have what it changed"
 
 
 class AgreedStop(SystemExit):
@@ -81,6 +83,10 @@ class LoopServices:
         """True between the end of a step after which a checkpoint is due, and its beginning."""
         self.is_within = False
         """True between the count of a step and the end of the loop's body, as the iterator of the batches sees it."""
+        self.is_amid = False
+        """True between a batch of `Job.batches` and the count of its step."""
+        self._saved_at = 0
+        """The last step that was saved."""
         self.is_closed = self.has_left = False
         """True once that iterator is closed before its end, by `break` or by an error; and once it was by `break`."""
         self.is_told_to_stop = False
@@ -206,7 +212,7 @@ class LoopServices:
     def advance(self, *, samples: int) -> None:
         """Count a step of `samples` samples of all ranks, and log if it is time to. Collective."""
         self.tracked.accumulation.count()
-        self.is_within = True
+        self.is_within, self.is_amid = True, False
         self.reached.step += 1
         self.reached.samples += samples
         self.running.records.advance(self.reached.step)
@@ -236,6 +242,7 @@ class LoopServices:
         self.bootstrap.kept.has_worked = True
         if not self.running.begin("step"):
             self.stop()
+        self.is_amid = self.batch_source is not None
         self.watch.begin_step()
 
     def log(self) -> None:
@@ -296,17 +303,20 @@ class LoopServices:
         return self.world.lowest(bool(self._begun())) is not None
 
     def ask_to_save(self) -> None:
-        """Save this step: now, or once the loop's body has ended; or the next one, if that has begun and its end is seen. Collective."""
-        is_seen = self.batch_source is not None
-        if self._owes_body or (is_seen and self._has_begun()):
-            self._is_asked_to_save = True  # a resume would go on with the next batch, and never do the rest of the body
+        """Save this step; in the body of a loop over batches, the step at its end, which all that it changes belongs to. Collective."""
+        if (self.is_within or self.is_amid) and not self.has_left:
+            self._is_asked_to_save = True
         else:
             self._save_now()
 
     def _save_now(self) -> None:
-        """Save this step, with a note if the next one has begun. Collective."""
-        if changed := self._begun():
-            self.tell_once("amid", AMID.format(step=self.reached.step, changed=changed))
+        """Save this step, with a note if the next one has begun, or the step has been saved before its end. Collective."""
+        step, text = self.reached.step, AMID
+        changed = self._begun()
+        if step == self._saved_at and not changed:
+            text, changed = STALE, self.tracked.accumulation.state.changed()
+        if changed := next(filter(None, self.world.gather(changed)), ""):
+            self.tell_once("amid", text.format(step=step, changed=changed))
         self.save()
 
     def see_left(self) -> None:
@@ -320,8 +330,14 @@ class LoopServices:
         self.save_as_asked()
 
     def save_as_asked(self) -> bool:
-        """Save if the loop has asked for it in a body that it then left; return whether it has. Collective."""
+        """Save if the loop has asked for it in a body that it then left; return whether it is saved. Collective."""
         is_asked, self._is_asked_to_save = self._is_asked_to_save, False
+        if is_asked and self.world.lowest(self.tracked.accumulation.is_within()) is not None:
+            if self.world.is_first:
+                say(
+                    f"muster: step {self.reached.step} is not saved: the loop was left between optimizer.step() and job.step()"
+                )
+            return False
         if is_asked:
             self._save_now()
         return is_asked
@@ -335,11 +351,12 @@ class LoopServices:
         self.consistency.refuse_apart()
         self.consistency.refuse_rates()
         self.running.save(self.trainee.state, self.position())
+        self._saved_at = self.reached.step
 
     def await_saved(self, checkpoint: str | None) -> None:
         """Wait until this rank sees what has been saved. Raises ConfigError: the best checkpoint is still to be saved."""
         best, step = self.evaluations.best, self.reached.step
-        if checkpoint == "best" and self._is_asked_to_save and best and best["step"] == step:
+        if checkpoint == "best" and self._is_asked_to_save and best and best["step"] == step != self._saved_at:
             raise ConfigError(
                 f"load(..., checkpoint='best') came before the checkpoint of step {step}, the best one, which is saved once the loop's body has ended: "
                 "call it after the loop, or after the job if the loop is left by break"
@@ -374,11 +391,12 @@ class LoopServices:
     def stop(self) -> NoReturn:
         """Save the step at which all ranks have stopped. Collective. Raises AgreedStop.
 
-        A step whose body has not ended is not saved: the resumed run repeats it from the checkpoint before.
+        A step whose body has not ended is not saved, nor one after which the next has begun: the resumed run repeats it from the checkpoint
+        before.
         """
-        if not self._owes_body:
+        if is_whole := not (self._owes_body or self._has_begun()):
             self._save_now()
-        raise AgreedStop(self.running.stopped(is_saved=not self._owes_body))
+        raise AgreedStop(self.running.stopped(is_saved=is_whole))
 
     def end_stopped(self, stop: AgreedStop) -> None:
         """Collective."""
@@ -395,6 +413,8 @@ class LoopServices:
         self.has_left = True
         if self._at_end and (name := self._at_end.changed() or self._at_end.changed_unseen()):
             self.tell_once("altered", ALTERED.format(name=name, step=step))
+        if name := self.tracked.accumulation.uncounted():
+            self.tell_once("uncounted", UNCOUNTED.format(name=name, step=step))
         self.save()
         ending = running.done()
         self.peers.heartbeat.enter("finish", step)
@@ -456,7 +476,7 @@ class LoopServices:
         """Do not journal the modules' buffers as this rank's own in this context: an evaluation uses rank 0's."""
         self.is_evaluating, are_own = True, not (self.is_within and self.trainee.are_changed())
         try:
-            with self.tracked.accumulation.aside(ends_with_count=self.batch_source is None):
+            with self.tracked.accumulation.aside():
                 yield
         finally:
             self.is_evaluating = False

@@ -11,7 +11,6 @@ from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DistributedSampler
 
@@ -22,7 +21,7 @@ from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, par
 from muster.job.carried_state import BEST, COUNT, STATE, carried, enumerated
 from muster.job.own_objects import OwnDraws, OwnNumbers, OwnTensors, memory_of
 from muster.job.tracked_state import Tracked
-from muster.job.trainee import Reached
+from muster.job.trainee import REPLICATED, Reached
 from muster.world.group import World
 
 UNTRACKED = "{name} steps the model and is not tracked: a resume, or the death of a rank, would begin its state anew; name it: track(model=..., optimizer=...)"
@@ -167,7 +166,7 @@ class LoopWatch:
             if not trained & stepped:
                 return
             name = type(optimizer).__name__
-            knows_all = all(isinstance(each, LRScheduler) for each in self._tracked.others.values())
+            knows_all = all(isinstance(each, REPLICATED) for each in self._tracked.others.values())
             is_certain = knows_all and is_new
             if not self._tracked.saves(optimizer):
                 if is_certain and (state := _state_of(optimizer)) is not None:

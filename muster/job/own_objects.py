@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from muster.checkpoint.tensor_versions import SAMPLED_STEPS, Place, first_value, place, stored
 from muster.code_location import is_own
 from muster.data.own_generators import KINDS, OwnGenerators, is_global, is_of_user
-from muster.job.carried_state import Loop, assigned, loop_of, own_frames, parts, values_of
+from muster.job.carried_state import Loop, assigned, local_names, loop_of, own_frames, parts, values_of
 from muster.world.dtensor import own_piece
 
 MOST, MOST_IN_ALL = 1_000, 5_000
@@ -163,9 +163,9 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:
-    code, shared = frame.f_code, frame.f_globals
-    local = values_of(frame, [*code.co_varnames, *code.co_cellvars, *code.co_freevars])
-    return {**(shared if len(shared) <= MOST_IN_ALL else {}), **local}
+    shared, own = frame.f_globals, local_names(frame.f_code)
+    shared = {name: shared[name] for name in shared if name not in own} if len(shared) <= MOST_IN_ALL else {}
+    return {**shared, **values_of(frame, own)}
 
 
 def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:

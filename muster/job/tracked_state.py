@@ -77,12 +77,7 @@ class Tracked:
         self._names = dict(self._named_parameters())
         for name, optimizer in self.optimizers.items():
             self._refuse_unnamed(name, optimizer)
-        buffers = {
-            f"{name}/{plain(inner)}": each
-            for name, module in self.modules.items()
-            for inner, each in module.named_buffers()
-        }
-        self.accumulation = Accumulation(self.optimizers, self._names, buffers)
+        self.accumulation = Accumulation(self.optimizers, self._names, self.modules, self.others)
         self._used_lr: Any = None
         first = next(iter(self.optimizers.values()), None)
         first = getattr(first, "optimizer", first)  # Accelerate's wrapper has no hooks of its own

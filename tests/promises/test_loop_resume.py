@@ -68,7 +68,7 @@ def amid(folder, **env):
         ({"FORM": "stop"}, 10),
         ({"TEACHER": "1"}, 11),
         ({"TEACHER": "1", "FORM": "own"}, 10),
-        ({"FORM": "with"}, 10),
+        ({"FORM": "best", "WITH": "1"}, 10),
     ],
 )
 def test_a_save_amid_a_step_has_nothing_of_the_next_one(tmp_path, env, resumed_at):

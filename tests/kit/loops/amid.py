@@ -1,7 +1,7 @@
 """A loop that saves amid a step, after the backward pass and before `optimizer.step()`: `python amid.py FOLDER`.
 
 FORM: best: by an evaluation; exit: and leaves with 75 at step 10; stop: it is told to stop there; own: it iterates by itself, and
-saves after the step, once the average has followed; with: in a `with` block. NORM=1: with batch norm; TEACHER=1: with an average that follows before the pass. EVERY: the steps of the
+saves after the step, once the average has followed. WITH=1: in a `with` block. NORM=1: with batch norm; TEACHER=1: with an average that follows before the pass. EVERY: the steps of the
 job in one of the optimizer. END_AT: SIGKILL in the body after this step.
 """
 
@@ -74,7 +74,7 @@ def main(job):
 
 if __name__ == "__main__":
     job = muster.Job(sys.argv[1], save_every=500, keep=2, tensorboard=False, timeout_s=20)
-    if FORM == "with":
+    if "WITH" in os.environ:
         with job:
             main(job)
     else:

@@ -51,7 +51,7 @@ def main(job):
             continue
         if "SAVE" in os.environ:
             job.save()
-        job.evaluate(DATA, error, batch_size=8)
+        job.evaluate(DATA, error, batch_size=4)
         schedule.step()
         if "LEAVE" in os.environ and job.steps_done == int(os.environ.get("LEAVE_AT", "12")):
             break
