@@ -240,6 +240,8 @@ def filled(given: Project, template: str) -> str:
         (r"muster-0\.muster", f"{given.name}-0.{given.name}"),
         (r" *- name=muster\n *- model=convnet\n *- epochs=20", args),
         (r", target: cpu, args: \{.*?\}\}", "}"),
+        (r', "\$\{CODE:-\.\}:/job/src:ro"', ""),  # the image has the project, of which it would hide this folder
+        (r'^#   ARGS="-- src/my\.py .*\n', ""),
         (r"\$\{COMPOSE_PROJECT_NAME:-muster\}", f"${{COMPOSE_PROJECT_NAME:-{given.name}}}"),
         (r"\$\{ARGS:-\}", f"${{ARGS:-{in_compose(shlex.join(given.words))}}}"),
         (r"(?<=job-name=)muster$", given.name),

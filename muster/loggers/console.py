@@ -103,6 +103,8 @@ OF_A_STEP = {
 }
 
 
+SILENT_S = 10.0
+"""A rank that has made no step for so long may have hung, or been stopped, and ended by its watchdog."""
 SURVIVED = "survived: rank {rank} died on {host} ({cause}) and is restarted in place after {seconds:.2f} s, at step {step}; no step is lost"
 
 
@@ -126,6 +128,8 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
         facts = {"host": "?", "cause": "?", "seconds": 0.0, "rank": "?", "step": "?"} | fields
         often = fields.get("deaths_on_host", 0)
         is_suspect = often >= MANY and not str(facts["cause"]).startswith("hang")
+        if (silent := fields.get("silent", 0.0)) >= SILENT_S:
+            facts["cause"] = f"{facts['cause']}, {silent:.0f} s after its last step"
         return SURVIVED.format(**facts) + (OFTEN.format(often) if is_suspect else "")
     details = "  ".join(f"{name}={value}" for name, value in fields.items() if name not in ("event", "time"))
     return f"{fields['event']}: {details}" if details else str(fields["event"])

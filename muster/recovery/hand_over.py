@@ -251,7 +251,7 @@ class HandOver:
             return []
         own, died = self.survival.incarnation, None
         if own.died_of and not self.survival.told:
-            died = [own.died_of, time.monotonic() - own.died_at]
+            died = [own.died_of, time.monotonic() - own.died_at, own.silent_s]
         members = world.gather([socket.gethostname(), own.number, died])
         on_host = Counter[str]()
         for host, number, _ in members:
@@ -262,6 +262,7 @@ class HandOver:
                 "host": host,
                 "cause": died[0],
                 "seconds": round(died[1], 3),
+                "silent": round(died[2], 3),
                 "deaths_on_host": on_host[host],
             }
             for rank, (host, _, died) in enumerate(members)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import marshal
 import mmap
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ SLOT_BYTES = 64 << 20
 HEAD_BYTES = 24  # three words: 1 if what follows is complete, step, bytes of the facts
 ALIGN = 64
 BASE = 4096
-OVER, LAUNCH, WHOLE, LATE, HANG, END = 0, 8, 64, 72, 128, 640  # offsets in the first page
+OVER, LAUNCH, WHOLE, LATE, NOTED_AT, HANG, END = 0, 8, 64, 72, 80, 128, 640  # offsets in the first page
 
 
 class StepJournal:
@@ -56,7 +57,13 @@ class StepJournal:
 
     @whole.setter
     def whole(self, steps: int) -> None:
-        self._words[WHOLE // 8] = steps
+        self._words[WHOLE // 8], self._words[NOTED_AT // 8] = steps, time.monotonic_ns()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the rank has ended its last step; 0 before the first."""
+        noted_at = self._words[NOTED_AT // 8]
+        return (time.monotonic_ns() - noted_at) / 1e9 if noted_at else 0.0
 
     @property
     def changes_late(self) -> bool:

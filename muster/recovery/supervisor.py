@@ -44,12 +44,16 @@ DAY_S = 24 * HOUR_S
 
 @dataclass(frozen=True)
 class Incarnation:
-    """One process of a rank: its number, from 0, how and when (monotonic clock) the last one ended, and where earlier ones hung."""
+    """One process of a rank: its number, from 0, how and when (monotonic clock) the last one ended, and where earlier ones hung.
+
+    silent_s: seconds from the last step of the last one to its end.
+    """
 
     number: int
     journal: StepJournal
     died_of: str = ""
     died_at: float = 0.0
+    silent_s: float = 0.0
     hangs: tuple[str, ...] = ()
     """Within the last day, once for each time."""
 
@@ -73,6 +77,7 @@ def supervise(
     store: hosts the rendezvous store, in a child of its own, if it has to outlive the rank.
     """
     restarts, died_of, died_at, died_in = deque[float](maxlen=max(1, most_per_hour)), "", 0.0, -2
+    silent_s = 0.0
     launcher, supervisor, number, ended, hung = os.getppid(), os.getpid(), 0, 0, list[tuple[str, float]]()
     if store:
         _start(store, supervisor)
@@ -94,7 +99,7 @@ def supervise(
             if not child:
                 _become(supervisor, launcher, preemption, is_first=not number)
                 hangs = tuple(place for place, at in hung if died_at - at < DAY_S)
-                return Incarnation(number, journal, died_of, died_at, hangs)
+                return Incarnation(number, journal, died_of, died_at, silent_s, hangs)
             process.become_supervisor()
             _pass_on(child, preemption)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -104,6 +109,7 @@ def supervise(
         with contextlib.suppress(OSError):
             os.killpg(child, signal.SIGKILL)  # what the rank has started and is not gone, as loader workers
         died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), journal.whole
+        silent_s = journal.silent_s
         if hang := journal.hang:
             died_of, journal.hang = f"hang in {hang}", ""
             hung.append((hang, died_at))

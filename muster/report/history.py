@@ -188,11 +188,11 @@ class History:
 
     @cached_property
     def _survived_s(self) -> float:
-        """Seconds for which deaths stopped training; ranks that died at the same step were restarted together."""
+        """Seconds for which deaths stopped training, from the last step of the rank; ranks that died at one step were restarted together."""
         longest: dict[int, float] = {}
         for line in self.deaths:
             step = line["step"]
-            longest[step] = max(longest.get(step, 0.0), line.get("seconds", 0.0))
+            longest[step] = max(longest.get(step, 0.0), line.get("seconds", 0.0) + line.get("silent", 0.0))
         return sum(longest.values())
 
     @property

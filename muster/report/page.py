@@ -192,7 +192,7 @@ MEANINGS = {
     "down": "between the end of an attempt and the start of the next process",
     "start": "from the first process to the first step: imports, ranks that meet, data and model",
     "restart": "from the process of a later attempt to its first step, with the checkpoint that is read",
-    "survived deaths": "stops until a rank that died was restarted in place",
+    "survived deaths": "from the last step of a rank that died, or hung, until it was restarted in place",
     "repeated steps": "steps that were done again, as no checkpoint had them",
     "data wait": "waits for the next batch",
     "checkpoint": "stops for copying the state; it is written behind the training",

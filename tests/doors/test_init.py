@@ -36,6 +36,7 @@ def test_no_name_of_the_kits_own_example_is_left(place, loop):
     compose = yaml.safe_load(wanted["docker/compose.yaml"])
     assert compose["name"] == "my-job" and compose["services"]["node"]["image"] == "my-job:1"
     assert compose["services"]["node"]["build"] == {"context": "..", "dockerfile": "docker/Dockerfile"}
+    assert compose["services"]["node"]["volumes"] == ["${RUNS:-../runs}:/job/runs"], "nothing hides a project's src"
     pods = yaml.safe_load(wanted["k8s/pytorchjob.yaml"])["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     args = pods["containers"][0]["args"]
     assert args == (

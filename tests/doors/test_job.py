@@ -833,7 +833,8 @@ def main(job):
     more = {"own": {"own": Own(optimizer)}, "hidden": {"hidden": Hidden(optimizer)}, "sharp": {"sharp": Sharp(optimizer)}}
     more |= {"wrapped": {"noam": Noam(optimizer)}, "listed": {"all": Listed(optimizer)}, }
     if os.environ["FORM"] == "unscheduled":
-        more["unscheduled"] = {"optimizer": optimizer, "schedule": schedule}
+        scaler = torch.amp.GradScaler("cpu", enabled=False)  # which holds no schedule
+        more["unscheduled"] = {"optimizer": optimizer, "schedule": schedule, "scaler": scaler}
     more |= {"scheduled": {"schedule": schedule}} if os.environ["FORM"] == "scheduled" else {}
     job.track(model=model, **more.get(os.environ["FORM"], {}))
     loader = torch.utils.data.DataLoader(data, batch_size=5, sampler=torch.utils.data.DistributedSampler(data))
@@ -991,6 +992,52 @@ def test_a_group_whose_store_torchrun_shares_is_noted_where_torchrun_restarts_ra
 
 def notes(result):
     return [note["text"] for note in result.events("note")]
+
+
+OF_THE_BATCH = """
+import os, torch, muster
+from torch import nn
+from torch.distributed.nn.functional import all_gather
+from torch.nn.functional import cross_entropy, normalize
+def contrast(one, two):
+    one, two = normalize(one, dim=1), normalize(two, dim=1)
+    return cross_entropy(one @ two.T / 0.1, torch.arange(len(one)))
+def main(job):
+    net = nn.Linear(8, 4)
+    model = nn.parallel.DistributedDataParallel(net) if job.world_size > 1 else net
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.track(model=model, optimizer=optimizer)
+    data = torch.utils.data.TensorDataset(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)))
+    for (x,) in job.batches(data, batch_size=12, epochs=1, drop_last=os.environ["FORM"] == "gathered"):
+        optimizer.zero_grad()
+        if os.environ["FORM"] == "gathered":
+            one, two = model(torch.cat([x, x + 0.1])).chunk(2)
+            if job.world_size > 1:
+                one, two = torch.cat(all_gather(one)), torch.cat(all_gather(two))
+            loss = contrast(one, two)
+            loss.backward()
+        else:
+            loss = model(x).square().sum()
+            (loss * job.world_size * (job.weight > 0)).backward()
+            loss = loss / len(x)
+        optimizer.step()
+        job.step(loss=loss)
+job = muster.Job("run", tensorboard=False, log_every=1)
+job.run(main)
+"""
+
+
+@pytest.mark.parametrize("form", ["gathered", "summed"])
+def test_a_loss_of_the_batch_as_a_whole_and_a_sum_are_those_of_one_rank(place, form):
+    """The two rows of docs/your-own-loop.md."""
+    found = []
+    for ranks in (1, 3):
+        folder = place(f"ranks{ranks}")
+        (folder / "of_the_batch.py").write_text(OF_THE_BATCH)
+        done = run(folder, script="of_the_batch", to="", ranks=ranks, FORM=form)
+        found.append([*done.weights.values(), torch.tensor([*done.losses.values()])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 # Misuse, in one line

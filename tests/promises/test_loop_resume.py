@@ -58,7 +58,7 @@ def amid(folder, **env):
     return finish(warm.Popen([sys.executable, "-m", "amid", "run"], env=environment(**env), cwd=folder), folder / "run")
 
 
-@pytest.mark.nightly(but=["env0-10", "env1-11", "env5-10", "env6-10"])
+@pytest.mark.nightly(but=["env0-10", "env1-11", "env5-10", "env6-10", "env7-6"])
 @pytest.mark.parametrize(
     ("env", "resumed_at"),
     [
@@ -69,6 +69,8 @@ def amid(folder, **env):
         ({"TEACHER": "1"}, 11),
         ({"TEACHER": "1", "FORM": "own"}, 10),
         ({"FORM": "best", "WITH": "1"}, 10),
+        ({"FORM": "stop", "NORM": "1"}, 6),
+        ({"FORM": "late"}, 6),
     ],
 )
 def test_a_save_amid_a_step_has_nothing_of_the_next_one(tmp_path, env, resumed_at):
@@ -85,6 +87,7 @@ def test_a_save_amid_a_step_has_nothing_of_the_next_one(tmp_path, env, resumed_a
     ("env", "changed"),
     [
         ({"FORM": "best", "NORM": "1"}, "model/0.num_batches_tracked"),
+        ({"FORM": "best", "TEACHER": "1"}, "teacher/1.weight"),
         ({"FORM": "exit", "EVERY": "3", "END_AT": "12"}, "the gradient of model/1.weight"),
     ],
 )

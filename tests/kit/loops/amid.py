@@ -1,6 +1,6 @@
 """A loop that saves amid a step, after the backward pass and before `optimizer.step()`: `python amid.py FOLDER`.
 
-FORM: best: by an evaluation; exit: and leaves with 75 at step 10; stop: it is told to stop there; own: it iterates by itself, and
+FORM: best: by an evaluation; exit: and leaves with 75 at step 10; late: after `optimizer.step()`; stop: it is told to stop there; own: it iterates by itself, and
 saves after the step, once the average has followed. WITH=1: in a `with` block. NORM=1: with batch norm; TEACHER=1: with an average that follows before the pass. EVERY: the steps of the
 job in one of the optimizer. END_AT: SIGKILL in the body after this step.
 """
@@ -65,6 +65,8 @@ def main(job):
         if (job.steps_done + 1) % EVERY == 0:
             optimizer.step()
             optimizer.zero_grad()
+        if FORM == "late" and END_AT and job.steps_done == 10:
+            raise SystemExit(75)
         job.step(loss=loss)
         if FORM == "own":
             follow(teacher, net)
