@@ -8,23 +8,21 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 
 from muster.checkpoint.tensor_versions import place
 from muster.checkpoint.trained import plain
-from muster.data.fingerprint import hash_of, look
 
 
 class StepMark:
-    """Remembers places of tensors, counts of schedules, and digests of other states.
+    """Remembers places of tensors, and counts of schedules. Other states are left out: to ask for one in each step may take long.
 
     followers: parameters that no optimizer steps, as of an average, by name. modules, others: the tracked objects by name. A module's
     buffers are followed by their places in it: it may assign new ones.
     """
 
     def __init__(self, followers: Mapping[str, Tensor], modules: Mapping[str, nn.Module], others: Mapping[str, Any]):
-        self._followers, self._others = followers, others
+        self._followers = followers
+        self._schedules = {name: each for name, each in others.items() if isinstance(each, LRScheduler)}
         self._buffers = {
             f"{name}/{plain(f'{path}.{key}'.lstrip('.'))}": (module._buffers, key)
             for name, root in modules.items()
@@ -55,13 +53,9 @@ class StepMark:
         found: dict[str, Any] = {name: place(each) for name, each in self._followers.items()}
         for name, (buffers, key) in self._buffers.items():
             found[name] = None if (buffer := buffers.get(key)) is None else (id(buffer), place(buffer))
-        return found | {name: _count(each) for name, each in self._others.items()}
+        return found | {name: _counts(each) for name, each in self._schedules.items()}
 
 
-def _count(other: Any) -> Any:
-    if isinstance(other, LRScheduler):
-        return [getattr(each, "last_epoch", None) for each in (other, *getattr(other, "_schedulers", ()))]
-    if isinstance(other, DataLoader):  # its state is that of its last batch, and takes long to make
-        return None
-    state = other.state_dict()
-    return hash_of([pytree.tree_structure(state), *look(state)])
+def _counts(schedule: LRScheduler) -> list[int | None]:
+    """Return its count, and those of its parts: a ChainedScheduler has none itself."""
+    return [getattr(each, "last_epoch", None) for each in (schedule, *getattr(schedule, "_schedulers", ()))]

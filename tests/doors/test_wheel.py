@@ -85,6 +85,7 @@ def test_the_wheel_works_where_a_project_has_files_of_the_same_names(wheels, tmp
     two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "muster")
     assert "world_size=2" in muster(*two, "output_dir=run", "max_steps=4")
     assert "accuracy" in muster("-m", "muster", "evaluate", "run")
+    assert "-m muster [overrides]" in (said := muster("-m", "muster", "--help")) and "-m train" not in said
     if commands == "first":
         return
     where = muster("-c", "import muster.train.run; print(muster.train.run.__file__)")

@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from muster.errors import ConfigError
+from muster.launcher.spec import entry
 
 FLAGS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--shell-completion",
@@ -127,4 +128,4 @@ def _values(following: Sequence[str]) -> list[str]:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; see `python -m train --help`")
+    raise ConfigError(f"{message}; see `python -m {entry()} --help`")

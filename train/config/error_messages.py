@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from muster.code_location import located
 from muster.errors import ConfigError, nearest, one_line
+from muster.launcher.spec import entry
 from muster.train.config.choices import hydra_groups, options, values
 from muster.train.config.command_line import divided, given, readable
 from muster.train.config.differences import to_dict
@@ -56,7 +57,7 @@ def explain(error: Exception, overrides: Sequence[str] | None = None) -> ConfigE
             return ConfigError(f"{key}: {reason}")
         if whole := re.search(r"Value '(-?\d+)\.0' of type 'float' could not be converted to Integer", reason):
             return ConfigError(f"{key}: {reason}; write {key}={whole[1]}")
-        return ConfigError(f"{key}: {reason}; see `python -m train --help` for its type")
+        return ConfigError(f"{key}: {reason}; see `python -m {entry()} --help` for its type")
     if (
         override := getattr(error, "override", None)
         or (re.findall(r"Error parsing override '(.*)'", text, re.S) or [None])[0]
@@ -210,7 +211,7 @@ def said_elsewhere(key: str) -> str | None:
     if key in ACCUMULATION:
         return "batch_size is that of the whole step: micro_batch_size is the most that a rank computes at once"
     if key in LAUNCH:
-        return "the number of ranks is the launcher's: torchrun --nnodes=2 --nproc-per-node=4 -m train"
+        return f"the number of ranks is the launcher's: torchrun --nnodes=2 --nproc-per-node=4 -m {entry()}"
     return f"write {NAMES[key]}" if key in NAMES else None
 
 

@@ -10,19 +10,19 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from muster.errors import MusterError, Preempted
+from muster.launcher.spec import entry
 from muster.train.config.choices import conf_folder, options
 from muster.train.config.keys import GROUPS, keys
 
 WIDTH = 120
 """Columns of the keys' meanings in `--help`."""
 
-HEAD = """\
-torchrun --nproc-per-node=N -m train [overrides]     train on N processes
-python -m train [overrides]                          train in this process
-python -m train -m optimizer.lr=0.1,0.01             sweep: one run per value, each in its own folder
-muster [overrides], torchrun ... -m muster           the same, also outside of a clone of the kit
-muster TOOL --help                                   init, launch, doctor, evaluate, load, export, report, collectives
-"""
+COMMANDS = {
+    "torchrun --nproc-per-node=N -m {entry} [overrides]": "train on N processes",
+    "python -m {entry} [overrides]": "train in this process",
+    "python -m {entry} -m optimizer.lr=0.1,0.01": "sweep: one run per value, each in its own folder",
+    "python -m muster TOOL --help": "init, launch, doctor, evaluate, load, export, report, collectives",
+}
 
 
 def help_template() -> str:
@@ -32,8 +32,9 @@ def help_template() -> str:
     ]
     choices = "\n".join(f"  {group:<13}{names}" for group, names in rows)
     meanings = "\n".join(_wrapped(key.name, _quoted(key.meaning)) for key in keys() if key.name not in GROUPS)
+    commands = "\n".join(f"{line.format(entry=entry()):<52} {meaning}" for line, meaning in COMMANDS.items())
     return (
-        f"{HEAD}\nChoices:\n{choices}\nYour own: model._target_=mypackage.Net (the same for the other groups), "
+        f"{commands}\n\nChoices:\n{choices}\nYour own: model._target_=mypackage.Net (the same for the other groups), "
         f"+model.width=64 for its arguments\n\nKeys:\n{meanings}\n\nEvery key and its value (override with key=value):\n\n"
         f"$CONFIG\n{_exit_codes()}\n"
     )
