@@ -37,6 +37,8 @@ class Accumulation:
         self._optimizers, self._names = optimizers, names
         self._gradients: dict[int, tuple[Callable[[], Any], int]] = {}
         """By id of a parameter, its gradient and the version of this between two steps."""
+        self._zero = set[int]()
+        """Those that were zero."""
         self._is_counted = False
         """True once the step is counted, until its body has ended: what is there then belongs to it."""
         self._is_aside = False
@@ -79,11 +81,13 @@ class Accumulation:
 
     def mark(self) -> None:
         """Note that no step has begun. Gradients of zero are as good as none: what is added to them is of the next step."""
-        self._mark((each, each.grad) for each in self._names if _some([each.grad]))
+        there = [(each, each.grad) for each in self._names if each.grad is not None]
+        self._mark(there)
+        self._zero = {id(each) for each, gradient in there if not _some([gradient])}
 
     def _mark(self, gradients: Iterable[tuple[Any, Any]]) -> None:
         self._gradients = {id(each): (ref(gradient), gradient._version) for each, gradient in gradients}
-        self._is_counted = False
+        self._is_counted, self._zero = False, set()
         self.state.set()
 
     @contextlib.contextmanager
@@ -123,7 +127,7 @@ class Accumulation:
                 is_same = each.grad is None or (grad and each.grad is grad() and each.grad._version == version)
                 if is_same or (has_pass and not grad) or not _some([each.grad]):
                     continue
-                if grad and self._may_need(name):
+                if grad and id(each) not in self._zero and self._may_need(name):
                     return f"the gradient of {self._names[each]}"
                 has_pass = True
         if ends_with_count and not has_pass:
@@ -212,7 +216,9 @@ class Accumulation:
             for name, parameters in self._parameters().items()
             if self._may_need(name)
             for each in parameters
-            if each.grad is not None and not self._is_of_pass(each) and (in_pieces(each.grad) or _some([each.grad]))
+            if each.grad is not None
+            and not (self._is_of_pass(each) or id(each) in self._zero)
+            and (in_pieces(each.grad) or _some([each.grad]))
         }
 
     def zeroed(self, kept: Collection[str] = ()) -> list[str]:

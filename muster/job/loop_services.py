@@ -52,7 +52,10 @@ AMID = (
     "the checkpoint of step {step} was saved within the next step, which has changed {changed} already, and which a resume makes again: call "
     "evaluate(best=...), or leave the loop, before the forward pass or after job.step()"
 )
-STALE = "the checkpoint of step {step} was saved within job.step(), before the loop changed {changed}: call job.step() last in a loop that iterates by itself"
+STALE = (
+    "the checkpoint of step {step} was saved before the loop changed {changed}: change it before job.step(), or in the rest of the body if the loop "
+    "is over job.batches()"
+)
 UNCOUNTED = "{name} was called after step {step}, and job.step() was not: model.pt and the checkpoint of this step have what it changed"
 
 
@@ -85,7 +88,7 @@ class LoopServices:
         """True between the count of a step and the end of the loop's body, as the iterator of the batches sees it."""
         self.is_amid = False
         """True between a batch of `Job.batches` and the count of its step."""
-        self._saved_at = 0
+        self._saved_at = saved.step if saved else 0
         """The last step that was saved."""
         self.is_closed = self.has_left = False
         """True once that iterator is closed before its end, by `break` or by an error; and once it was by `break`."""
@@ -311,10 +314,8 @@ class LoopServices:
 
     def _save_now(self) -> None:
         """Save this step, with a note if the next one has begun, or the step has been saved before its end. Collective."""
-        step, text = self.reached.step, AMID
-        changed = self._begun()
-        if step == self._saved_at and not changed:
-            text, changed = STALE, self.tracked.accumulation.state.changed()
+        step, is_saved = self.reached.step, self.reached.step == self._saved_at
+        text, changed = (STALE, self.tracked.accumulation.state.changed()) if is_saved else (AMID, self._begun())
         if changed := next(filter(None, self.world.gather(changed)), ""):
             self.tell_once("amid", text.format(step=step, changed=changed))
         self.save()
@@ -413,7 +414,7 @@ class LoopServices:
         self.has_left = True
         if self._at_end and (name := self._at_end.changed() or self._at_end.changed_unseen()):
             self.tell_once("altered", ALTERED.format(name=name, step=step))
-        if name := self.tracked.accumulation.uncounted():
+        elif name := self.tracked.accumulation.uncounted():
             self.tell_once("uncounted", UNCOUNTED.format(name=name, step=step))
         self.save()
         ending = running.done()

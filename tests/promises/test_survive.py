@@ -143,7 +143,7 @@ def test_a_death_at_any_point_leaves_no_trace_in_the_weights(tmp_path, undisturb
     assert int(step) <= survived["step"] <= int(step) + 1
     assert f"survived: rank {rank} died on {survived['host']} (SIGKILL) and is restarted in place after" in result.out
     assert_alike(result, undisturbed(kind))
-    assert_accounted_for(History.of(result.folder), survived["seconds"])
+    assert_accounted_for(History.of(result.folder), survived["seconds"] + survived["silent"])
 
 
 def assert_accounted_for(history, seconds):
