@@ -145,7 +145,7 @@ def test_a_jobs_run_fills_the_modules_of_its_script(tmp_path, monkeypatch, capsy
         muster.load("run", into={"critic": nn.Linear(3, 1)}, checkpoint=2)["critic"].weight, made["critic"].weight
     )
     assert show(["run"]) == 0
-    assert 'model = muster.load("run", into={"critic": critic, ...})' in capsys.readouterr().out
+    assert 'modules = muster.load("run", into={"critic": critic, "generator": generator})' in capsys.readouterr().out
     for into, said in (
         (None, "is a run of muster.Job, whose model is built by its own script"),
         (nn.Linear(2, 3), "has no module named model, but critic, generator"),
