@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -78,7 +79,7 @@ class Ranks:
             one.operations.total() + store_keys.operations.total()
             for one, store_keys in zip(met, self.boards, strict=True)
         ]
-        alike = {"size": size, "device": torch.device("cpu")}
+        alike = {"size": size, "device": torch.device("cpu"), "calls": Counter[str]()}
         worlds = [
             SimpleNamespace(
                 rank=store_keys.rank,

@@ -29,10 +29,10 @@ def note_of(fingerprint: str) -> str:
     return OWN_DRAWS if fingerprint.endswith(DRAWN) else ""
 
 
-def fingerprint(dataset: Any, *, most: int = LOOKED_AT, texts: bool = True) -> str:
+def fingerprint(dataset: Any, *, most: int = LOOKED_AT, paths: bool = True) -> str:
     """Return the dataset's own `fingerprint()`, or its length and a hash of a few samples. The global generators are unchanged.
 
-    most: number of samples, 2 or more. texts: False leaves texts in samples out, as paths on a node.
+    most: number of samples, 2 or more. paths: False leaves out texts that may be paths, which are a node's own.
     """
     if hasattr(dataset, "fingerprint"):
         return str(dataset.fingerprint())
@@ -49,11 +49,15 @@ def fingerprint(dataset: Any, *, most: int = LOOKED_AT, texts: bool = True) -> s
     own.restore(before)
     if first != second:
         return f"{count}:{DRAWN}"
-    return f"{count}:{hash_of(first if texts else _without_texts(first))}"
+    return f"{count}:{hash_of(first if paths else _without_paths(first))}"
 
 
-def _without_texts(samples: Iterable[Iterable[Any]]) -> list[list[Any]]:
-    return [[part for part in sample if not isinstance(part, str)] for sample in samples]
+def _without_paths(samples: Iterable[Iterable[Any]]) -> list[list[Any]]:
+    return [[part for part in sample if not (isinstance(part, str) and _may_be_path(part))] for sample in samples]
+
+
+def _may_be_path(text: str) -> bool:
+    return text.startswith("/") or (any(each in text for each in "/\\") and not any(map(str.isspace, text)))
 
 
 def _look(dataset: Any, index: int, own: OwnGenerators, *, key: int = 0) -> tuple[Any, bool]:

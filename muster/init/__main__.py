@@ -70,7 +70,7 @@ def write(folder: Path, wanted: Mapping[str, str]) -> int:
             say(f"wrote      {name}", sys.stdout)
         elif difference := compared(path, text):
             say(f"left as is {name}, which differs from the kit's:\n{difference}", sys.stdout)
-    say("\nMUSTER.md has the commands.", sys.stdout)
+    say("\nMUSTER.md has the commands. In containers a script can write to runs/ and /tmp alone.", sys.stdout)
     return 0
 
 

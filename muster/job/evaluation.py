@@ -167,7 +167,7 @@ class Evaluations:
         remedy = (
             "give all ranks the same samples, in the same order; the first and the last one are compared, without texts"
         )
-        seen = fingerprint(with_length(dataset, "evaluate"), most=2, texts=False)
+        seen = fingerprint(with_length(dataset, "evaluate"), most=2, paths=False)
         self._world.same("evaluate(): the data set", seen, remedy=remedy)
 
     def choose(
@@ -222,7 +222,7 @@ class Evaluations:
         is_same = self._chosen_on is not None and self._chosen_on[0]() is dataset
         if self._world.lowest(not is_same) is not None or self._chosen_on is None:
             self._enter("evaluation")
-            data = self._world.on_first(lambda: fingerprint(with_length(dataset, "evaluate"), texts=False))
+            data = self._world.on_first(lambda: fingerprint(with_length(dataset, "evaluate"), paths=False))
             self._chosen_on = _weakly(dataset), data
             self._enter("step")
         return self._chosen_on[1]

@@ -224,6 +224,7 @@ class Job(JobOptions):
             weights=weights,
             loader=self._loader(num_workers, collate_fn, micro_batch_size=micro_batch_size),
         )
+        made.facts["count"] = count is not None
         services.open(made)
         is_counted = count is not None or (
             collate_fn is not None and isinstance(made, PlannedSource)
@@ -480,7 +481,7 @@ class Job(JobOptions):
             if portion.begins:
                 services.begin_step()
                 self._of_step = services.world.sum([portion.of_step])[0] if is_counted else 0.0
-                services.watch.see_batch(portion.batch)
+                services.watch.see_batch(portion.batch, has_count=count is not None)
             self._portion, self._is_owed, self._is_weighed = portion, True, False
             try:
                 yield portion.batch

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
 from torch.utils.data import DistributedSampler
 
 from muster.checkpoint.tensor_versions import Changes
 from muster.data.fingerprint import hash_of, look
 from muster.errors import ConfigError
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, parts_of, read_now
-from muster.job.carried_state import BEST, COUNT, STATE, carried, enumerated
+from muster.job.carried_state import BEST, COUNT, STATE, carried, enumerated, own_frames
 from muster.job.own_objects import OwnDraws, OwnNumbers, OwnTensors, memory_of
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import REPLICATED, Reached
@@ -70,6 +75,12 @@ ALIKE = (
     "the first batch of the loader is the same on all {ranks} ranks: unless this is meant, let each rank's sampler or stream have its own share "
     "of the samples, by job.rank and job.world_size, or give batches() the data set itself"
 )
+UNCOUNTED = (
+    "{what}, and batches() has no count=: the mean loss of what is not ignored weighs differently on each rank, as ranks have unlike many; give "
+    "batches(..., count=lambda batch: (batch[1] != IGNORED).sum()), and use (loss * job.weight).backward()"
+)
+IGNORED = -100
+"""The label that torch's losses ignore by default."""
 FROZEN = (
     "{name} was thawed before the state was saved that this attempt goes on from, and is frozen here, so it is trained no further: "
     "thaw it after track() where job.steps_done says that it was"
@@ -258,13 +269,25 @@ class LoopWatch:
                 self._has_trained.remove(name)
                 self._tell(f"mode of {name}", MODE.format(name=name, step=self._reached.step + 1))
 
-    def see_batch(self, batch: Any) -> None:
-        """Record a note if the first batch of the loop's own loader is the same on all ranks. Collective."""
-        if self._has_seen_batch or self._world.size == 1 or not isinstance(self._batch_source, LoaderSource):
+    def see_batch(self, batch: Any, *, has_count: bool) -> None:
+        """Record a note if the first batch of the loop's own loader is the same on all ranks, or its loss may leave labels out. Collective."""
+        if self._has_seen_batch or self._world.size == 1:
             return
-        self._has_seen_batch, digests = True, self._world.gather(hash_of(look(batch)))
-        if len({*digests}) == 1:
+        self._has_seen_batch = True
+        if isinstance(self._batch_source, LoaderSource) and len({*self._world.gather(hash_of(look(batch)))}) == 1:
             self._tell("alike", ALIKE.format(ranks=self._world.size))
+        if not has_count and (what := next(filter(None, self._world.gather(_ignored(batch, sys._getframe()))), "")):
+            self._tell("uncounted", UNCOUNTED.format(what=what))
+
+
+def _ignored(batch: Any, frame: FrameType) -> str:
+    """Return what shows that the loop's loss ignores some labels; empty if nothing does."""
+    labels = (each for each in pytree.tree_leaves(batch) if isinstance(each, Tensor) and each.dtype == torch.int64)
+    if any(bool((each == IGNORED).any()) for each in labels):
+        return f"the batch has labels of {IGNORED}, which losses ignore"
+    files = dict.fromkeys(each.f_code.co_filename for each in own_frames(frame))
+    found = next((file for file in files if "ignore_index" in "".join(linecache.getlines(file))), "")
+    return found and f"{Path(found).name} has a loss with an ignore_index"
 
 
 def _state_of(optimizer: Optimizer) -> Tensor | None:

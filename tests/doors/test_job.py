@@ -1040,6 +1040,17 @@ def test_a_loss_of_the_batch_as_a_whole_and_a_sum_are_those_of_one_rank(place, f
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("count", ["None", "lambda batch: (batch[1] != 7).sum()"])
+def test_a_loss_that_ignores_labels_asks_for_their_count(place, count):
+    """Each rank's mean is over another number of labels, which nobody would notice."""
+    body = (
+        "model = nn.parallel.DistributedDataParallel(nn.Linear(1, 8)); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    "
+        f"{LOOP}(nn.functional.cross_entropy(model(x), y[:, 0].long(), ignore_index=7) * job.weight).backward(); job.step()"
+    ).replace("epochs=2", f"epochs=2, count={count}")
+    said = notes(wrong(place("wrong"), body, ranks=2))
+    assert any("wrong.py has a loss with an ignore_index" in each for each in said) == (count == "None"), said
+
+
 # Misuse, in one line
 
 START = """
@@ -1223,6 +1234,7 @@ def test_a_step_of_some_ranks_only_is_named_within_the_timeout(place, rank):
             "tracked=",
         ),
         ("batches(data", "batches(data + data", "fingerprint"),
+        ("epochs=2", "epochs=2, count=len", "count=False, and this is count=True"),
     ],
 )
 def test_a_resume_with_something_else_is_refused(place, before, after, says):

@@ -522,10 +522,13 @@ def test_a_fingerprint_reads_samples_that_are_no_tensors(kind):
 
 
 @pytest.mark.unit
-def test_a_fingerprint_without_texts_leaves_out_those_of_numpy():
-    one, other = ([(np.str_(f"{place}/{index}"), index) for index in range(20)] for place in ("a", "b"))
+@pytest.mark.parametrize(
+    "is_path, text", [(True, "/{}/my files/{}"), (True, "{}/{}.png"), (False, "{} {}"), (False, "{} and/or {}")]
+)
+def test_a_fingerprint_without_paths_has_other_texts(is_path, text):
+    one, other = ([(np.str_(text.format(place, index)), index) for index in range(20)] for place in ("a", "b"))
     assert fingerprint(one) != fingerprint(other)
-    assert fingerprint(one, texts=False) == fingerprint(other, texts=False)
+    assert (fingerprint(one, paths=False) == fingerprint(other, paths=False)) == is_path
 
 
 @pytest.mark.nightly
