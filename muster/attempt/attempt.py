@@ -110,7 +110,7 @@ class Attempt:
         self.flush()
         self.records.event_once("preempted", step=self.step)
         of = f" of {self.total_steps}" if self.total_steps else ""
-        how = "and saved it" if is_saved else "and did not save it, as the loop's body had not ended"
+        how = "and saved it" if is_saved else "and did not save it, as it was within a step"
         said = f"stopped at step {self.step}{of} {how}: run the same command again to resume"
         return Ending(self.step, self.total_steps, preempted=said)
 

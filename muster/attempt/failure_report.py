@@ -156,7 +156,8 @@ class FailureReport:
                 record["idle_attempts"] = count + 1
                 if count >= (self.max_idle_attempts or 0):
                     again = f"{count + 1} attempts in a row failed before training began"
-        if record["failure"] and failed_before == record["failure"] and self._is_no_further(last):
+        is_left = code == Preempted.exit_code and (self.step or 0) > last.furthest  # by its script, to be continued
+        if record["failure"] and failed_before == record["failure"] and self._is_no_further(last) and not is_left:
             again = "the same error at the same place as in the previous attempt"
         if not again:
             return error, code

@@ -88,8 +88,8 @@ class LoopServices:
         """True between the count of a step and the end of the loop's body, as the iterator of the batches sees it."""
         self.is_amid = False
         """True between a batch of `Job.batches` and the count of its step."""
-        self._saved_at = saved.step if saved else 0
-        """The last step that was saved."""
+        self._saved_at = saved.step if saved else -1
+        """The last step that was saved; -1 if none was."""
         self.is_closed = self.has_left = False
         """True once that iterator is closed before its end, by `break` or by an error; and once it was by `break`."""
         self.is_told_to_stop = False
@@ -315,7 +315,11 @@ class LoopServices:
     def _save_now(self) -> None:
         """Save this step, with a note if the next one has begun, or the step has been saved before its end. Collective."""
         step, is_saved = self.reached.step, self.reached.step == self._saved_at
-        text, changed = (STALE, self.tracked.accumulation.state.changed()) if is_saved else (AMID, self._begun())
+        text, changed = (
+            (STALE, self.tracked.accumulation.state.changed(tensors=self.is_amid))
+            if is_saved
+            else (AMID, self._begun())
+        )
         if changed := next(filter(None, self.world.gather(changed)), ""):
             self.tell_once("amid", text.format(step=step, changed=changed))
         self.save()
@@ -333,7 +337,7 @@ class LoopServices:
     def save_as_asked(self) -> bool:
         """Save if the loop has asked for it in a body that it then left; return whether it is saved. Collective."""
         is_asked, self._is_asked_to_save = self._is_asked_to_save, False
-        if is_asked and self.world.lowest(self.tracked.accumulation.is_within()) is not None:
+        if is_asked and self.world.lowest(bool(self.tracked.accumulation.uncounted())) is not None:
             if self.world.is_first:
                 say(
                     f"muster: step {self.reached.step} is not saved: the loop was left between optimizer.step() and job.step()"
@@ -355,12 +359,13 @@ class LoopServices:
         self._saved_at = self.reached.step
 
     def await_saved(self, checkpoint: str | None) -> None:
-        """Wait until this rank sees what has been saved. Raises ConfigError: the best checkpoint is still to be saved."""
+        """Wait until this rank sees what has been saved. Raises ConfigError: the checkpoint that is meant is still to be saved."""
         best, step = self.evaluations.best, self.reached.step
-        if checkpoint == "best" and self._is_asked_to_save and best and best["step"] == step != self._saved_at:
+        is_meant = checkpoint in (None, "newest") or (checkpoint == "best" and best and best["step"] == step)
+        if self._is_asked_to_save and is_meant and step != self._saved_at:
             raise ConfigError(
-                f"load(..., checkpoint='best') came before the checkpoint of step {step}, the best one, which is saved once the loop's body has ended: "
-                "call it after the loop, or after the job if the loop is left by break"
+                f"load(..., checkpoint={checkpoint!r}) came before that checkpoint is saved, which is once the loop's body has ended: call it after the "
+                "loop, or after the job if the loop is left by break"
             )
         self.running.checkpoints.wait()
 

@@ -35,9 +35,13 @@ class StepMark:
         """Note that all is that of the last step."""
         self._marked = self._now()
 
-    def changed(self) -> str:
-        """Return the first that is not as it was at the mark; empty if all is."""
-        return next((name for name, state in self._now().items() if self._marked.get(name) != state), "")
+    def changed(self, *, tensors: bool = False) -> str:
+        """Return the first that is not as it was at the mark; empty if all is. tensors: leave schedules out."""
+        left_out = self._schedules if tensors else ()
+        found = (
+            name for name, state in self._now().items() if name not in left_out and self._marked.get(name) != state
+        )
+        return next(found, "")
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ def amid(folder, **env):
     return finish(warm.Popen([sys.executable, "-m", "amid", "run"], env=environment(**env), cwd=folder), folder / "run")
 
 
-@pytest.mark.nightly(but=["env0-10", "env1-11", "env5-10", "env6-10", "env7-6"])
+@pytest.mark.nightly(but=["env0-10", "env1-11", "env5-10", "env6-10", "env7-6", "env9-10"])
 @pytest.mark.parametrize(
     ("env", "resumed_at"),
     [
@@ -71,6 +71,7 @@ def amid(folder, **env):
         ({"FORM": "best", "WITH": "1"}, 10),
         ({"FORM": "stop", "NORM": "1"}, 6),
         ({"FORM": "late"}, 6),
+        ({"FORM": "stop", "TAIL": "1"}, 10),
     ],
 )
 def test_a_save_amid_a_step_has_nothing_of_the_next_one(tmp_path, env, resumed_at):
@@ -99,6 +100,13 @@ def test_a_save_that_cannot_wait_for_the_end_of_the_step_says_what_it_has_of_it(
     if env["FORM"] == "best":
         steps = {*steps} & {json.loads((done.folder / "best.json").read_text())["step"]}
     assert steps, "the best checkpoint, or the one that was asked for, is there"
+
+
+def test_gradients_that_add_up_are_kept_by_a_save_in_the_first_body_of_an_attempt(tmp_path):
+    whole = amid(tmp_path / "whole", EVERY="3")
+    assert [amid(tmp_path / "left", EVERY="3", LEAVE=str(step)).code for step in (9, 10)] == [75, 75]
+    again = amid(tmp_path / "left", EVERY="3")
+    assert again.events("resume")[-1]["step"] == 10 and again.sha256 == whole.sha256, again.out
 
 
 def notes(done):

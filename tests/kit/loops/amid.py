@@ -2,7 +2,7 @@
 
 FORM: best: by an evaluation; exit: and leaves with 75 at step 10; late: after `optimizer.step()`; stop: it is told to stop there; own: it iterates by itself, and
 saves after the step, once the average has followed. WITH=1: in a `with` block. NORM=1: with batch norm; TEACHER=1: with an average that follows before the pass. EVERY: the steps of the
-job in one of the optimizer. END_AT: SIGKILL in the body after this step.
+job in one of the optimizer. TAIL=1: that comes after `job.step()`. LEAVE: save and leave with 75 after this step. END_AT: SIGKILL in the body after this step.
 """
 
 import copy
@@ -18,7 +18,7 @@ import muster
 from kit.until import until
 
 FORM, NORM, EVERY = os.environ.get("FORM", ""), os.environ.get("NORM"), int(os.environ.get("EVERY", "1"))
-TEACHER = bool(os.environ.get("TEACHER"))
+TEACHER, TAIL = bool(os.environ.get("TEACHER")), "TAIL" in os.environ
 END_AT = int(os.environ.get("END_AT", "0"))
 DATA = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.ones(64))
 
@@ -62,12 +62,18 @@ def main(job):
         if END_AT and job.steps_done == END_AT:
             job._services.settle()
             os.kill(os.getpid(), signal.SIGKILL)
-        if (job.steps_done + 1) % EVERY == 0:
+        if not TAIL and (job.steps_done + 1) % EVERY == 0:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=EVERY != 3)
         if FORM == "late" and END_AT and job.steps_done == 10:
             raise SystemExit(75)
         job.step(loss=loss)
+        if TAIL:
+            optimizer.step()
+            optimizer.zero_grad()
+        if job.steps_done == int(os.environ.get("LEAVE", "0")):
+            job.save()
+            raise SystemExit(75)
         if FORM == "own":
             follow(teacher, net)
             if job.steps_done == 10:
