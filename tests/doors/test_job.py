@@ -630,7 +630,7 @@ def test_weights_that_are_changed_after_the_loop_are_told_and_a_load_before_its_
     assert told.startswith("model/0.weight was changed after the loop: model.pt and the checkpoint of step 8"), told
     shutil.rmtree(folder / "run")
     refused = run(folder, script="after", to="", code=2, FORM="body")
-    assert "came before the checkpoint of step 4, the best one" in refused.outcome["error"]
+    assert "load(..., checkpoint='best') came before that checkpoint is saved" in refused.outcome["error"]
 
 
 APART = """
