@@ -282,7 +282,8 @@ class LoopWatch:
 
 def _ignored(batch: Any, frame: FrameType) -> str:
     """Return what shows that the loop's loss ignores some labels; empty if nothing does."""
-    labels = (each for each in pytree.tree_leaves(batch) if isinstance(each, Tensor) and each.dtype == torch.int64)
+    tensors = (each for each in pytree.tree_leaves(batch) if isinstance(each, Tensor) and each.dtype == torch.int64)
+    labels = (each for each in tensors if each.layout == torch.strided and not each.is_nested)
     if any(bool((each == IGNORED).any()) for each in labels):
         return f"the batch has labels of {IGNORED}, which losses ignore"
     files = dict.fromkeys(each.f_code.co_filename for each in own_frames(frame))

@@ -1044,9 +1044,17 @@ def test_a_loss_of_the_batch_as_a_whole_and_a_sum_are_those_of_one_rank(place, f
 def test_a_loss_that_ignores_labels_asks_for_their_count(place, count):
     """Each rank's mean is over another number of labels, which nobody would notice."""
     body = (
-        "model = nn.parallel.DistributedDataParallel(nn.Linear(1, 8)); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    "
-        f"{LOOP}(nn.functional.cross_entropy(model(x), y[:, 0].long(), ignore_index=7) * job.weight).backward(); job.step()"
-    ).replace("epochs=2", f"epochs=2, count={count}")
+        (
+            "model = nn.parallel.DistributedDataParallel(nn.Linear(1, 8)); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    "
+            f"{LOOP}(nn.functional.cross_entropy(model(x), y[:, 0].long(), ignore_index=7) * job.weight).backward(); job.step()"
+        )
+        .replace("epochs=2", f"epochs=2, count={count}, collate_fn=collate")
+        .replace("x, y in", "x, y, _ in")
+    )
+    body = (
+        "collate = lambda samples: [*torch.utils.data.default_collate(samples), torch.eye(2, dtype=torch.int64).to_sparse()]\n    "
+        + body
+    )
     said = notes(wrong(place("wrong"), body, ranks=2))
     assert any("wrong.py has a loss with an ignore_index" in each for each in said) == (count == "None"), said
 
