@@ -75,7 +75,7 @@ ALIKE = (
     "the first batch of the loader is the same on all {ranks} ranks: unless this is meant, let each rank's sampler or stream have its own share "
     "of the samples, by job.rank and job.world_size, or give batches() the data set itself"
 )
-UNCOUNTED = (
+NO_COUNT = (
     "{what}, and batches() has no count=: the mean loss of what is not ignored weighs differently on each rank, as ranks have unlike many; give "
     "batches(..., count=lambda batch: (batch[1] != IGNORED).sum()), and use (loss * job.weight).backward()"
 )
@@ -277,7 +277,7 @@ class LoopWatch:
         if isinstance(self._batch_source, LoaderSource) and len({*self._world.gather(hash_of(look(batch)))}) == 1:
             self._tell("alike", ALIKE.format(ranks=self._world.size))
         if not has_count and (what := next(filter(None, self._world.gather(_ignored(batch, sys._getframe()))), "")):
-            self._tell("uncounted", UNCOUNTED.format(what=what))
+            self._tell("no count", NO_COUNT.format(what=what))
 
 
 def _ignored(batch: Any, frame: FrameType) -> str:
