@@ -20,7 +20,7 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # The root file system may be read-only: caches go to /tmp, a run's files to /job/runs.
 ENV HOME=/tmp MPLCONFIGDIR=/tmp/matplotlib TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL TORCH_INDEX
-COPY *.whl constraints.txt /opt/
+COPY *.whl constraints.txt /opt/muster/
 # hadolint ignore=DL3013,DL3042
 RUN --mount=type=secret,id=ca,target=/run/secrets/ca \
     --mount=type=secret,id=pip,target=/run/secrets/pip.conf \
@@ -29,9 +29,9 @@ RUN --mount=type=secret,id=ca,target=/run/secrets/ca \
  && if [ -e /run/secrets/pip.conf ]; then export PIP_CONFIG_FILE=/run/secrets/pip.conf; fi \
  && if [ -e /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi \
  && if [ -n "${TORCH_INDEX:-}" ]; then \
-      pip install -c /opt/constraints.txt --no-deps --index-url "$TORCH_INDEX" torch torchvision; \
+      pip install -c /opt/muster/constraints.txt --no-deps --index-url "$TORCH_INDEX" torch torchvision; \
     fi \
- && pip install -c /opt/constraints.txt /opt/*.whl
+ && pip install -c /opt/muster/constraints.txt /opt/muster/*.whl
 RUN install -d -o muster -g muster /job/runs && echo "PATH=/opt/venv/bin:\$PATH" > /etc/profile.d/muster.sh
 WORKDIR /job
 ENTRYPOINT ["tini", "--"]

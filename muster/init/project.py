@@ -32,7 +32,7 @@ ENV PYTHONPATH=/opt/muster:/job
 PACKAGES = (
     "COPY requirements.txt /opt/",
     "USER 0:0",
-    "RUN pip install --no-cache-dir -r /opt/requirements.txt",
+    "RUN pip install --no-cache-dir -c /opt/muster/constraints.txt -r /opt/requirements.txt",
     "USER 1000:1000",
 )
 IGNORES = {

@@ -97,7 +97,7 @@ def test_the_wheel_s_image_takes_torch_from_the_index(index, tmp_path):
     venv, env = bare_venv(tmp_path)
     text = (ROOT / "docker/wheel.Dockerfile").read_text().replace("\\\n", " ")
     line = re.search(r"if \[ -n \"\$\{TORCH_INDEX:-\}\" \]; then .*?fi", text)[0]
-    line = line.replace("-c /opt/constraints.txt ", "").replace(
+    line = line.replace("-c /opt/muster/constraints.txt ", "").replace(
         "torch torchvision", f"torch=={VERSIONS['torch']} torchvision=={VERSIONS['torchvision']}"
     )
     given = {**env, "TORCH_INDEX": index}
