@@ -42,9 +42,10 @@ class Accumulation:
         self._is_counted = False
         """True once the step is counted, until its body has ended: what is there then belongs to it."""
         self._is_aside = False
-        self._stepped, self._begun, self._late = set[str](), set[str](), set[str]()
-        """The optimizers that have made a step since the last count, are within one, or made one in the rest of the body after the count."""
+        self._stepped, self._begun = set[str](), set[str]()
+        """The optimizers that have made a step since the last count, or end of a body, and those that are within one."""
         self._idle = set[str]()  # a fresh or restored optimizer has no gradients
+        """Those that have made no step in the last body."""
         self.habits: dict[str, bool] = {}
         """By optimizer, whether the loop has ever needed the gradients that were left; not there until it is seen."""
         self._left: dict[str, list[tuple[Any, Any]]] = {}
@@ -64,13 +65,13 @@ class Accumulation:
 
     def count(self) -> None:
         """Count a step of the job."""
-        self._idle, self._is_counted = self._optimizers.keys() - self._stepped - self._late, True
-        self._stepped, self._late, self._zero = set(), set(), set()
+        self._idle, self._is_counted = self._optimizers.keys() - self._stepped, True
+        self._stepped, self._zero = set(), set()
 
     def end_step(self) -> None:
         """Note the gradients that are left at the end of the loop's body."""
         self._is_needed, gradients = {}, list[tuple[Any, Any]]()
-        self._late, self._stepped = self._stepped, set()
+        self._idle, self._stepped = self._idle - self._stepped, set()
         for name, parameters in self._parameters().items():
             there = [(each, gradient) for each in parameters if (gradient := each.grad) is not None]
             gradients += there

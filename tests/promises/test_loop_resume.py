@@ -102,11 +102,13 @@ def test_a_save_that_cannot_wait_for_the_end_of_the_step_says_what_it_has_of_it(
     assert steps, "the best checkpoint, or the one that was asked for, is there"
 
 
-def test_gradients_that_add_up_are_kept_by_a_save_in_the_first_body_of_an_attempt(tmp_path):
-    whole = amid(tmp_path / "whole", EVERY="3")
-    assert [amid(tmp_path / "left", EVERY="3", LEAVE=str(step)).code for step in (9, 10)] == [75, 75]
-    again = amid(tmp_path / "left", EVERY="3")
-    assert again.events("resume")[-1]["step"] == 10 and again.sha256 == whole.sha256, again.out
+@pytest.mark.parametrize(("env", "left"), [({}, (9, 10)), ({"FROM": "8", "TAIL": "1"}, (10, 11))])
+def test_gradients_that_add_up_are_kept_by_a_save_in_the_first_body_that_adds_to_them(tmp_path, env, left):
+    env |= {"EVERY": "3"}
+    whole = amid(tmp_path / "whole", **env)
+    assert [amid(tmp_path / "left", LEAVE=str(step), **env).code for step in left] == [75, 75]
+    again = amid(tmp_path / "left", **env)
+    assert again.events("resume")[-1]["step"] == left[-1] and again.sha256 == whole.sha256, again.out
 
 
 def notes(done):

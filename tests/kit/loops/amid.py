@@ -2,7 +2,7 @@
 
 FORM: best: by an evaluation; exit: and leaves with 75 at step 10; late: after `optimizer.step()`; stop: it is told to stop there; own: it iterates by itself, and
 saves after the step, once the average has followed. WITH=1: in a `with` block. NORM=1: with batch norm; TEACHER=1: with an average that follows before the pass. EVERY: the steps of the
-job in one of the optimizer. TAIL=1: that comes after `job.step()`. LEAVE: save and leave with 75 after this step. END_AT: SIGKILL in the body after this step.
+job in one of the optimizer, from step FROM. TAIL=1: that comes after `job.step()`. LEAVE: save and leave with 75 after this step. END_AT: SIGKILL in the body after this step.
 """
 
 import copy
@@ -19,7 +19,7 @@ from kit.until import until
 
 FORM, NORM, EVERY = os.environ.get("FORM", ""), os.environ.get("NORM"), int(os.environ.get("EVERY", "1"))
 TEACHER, TAIL = bool(os.environ.get("TEACHER")), "TAIL" in os.environ
-END_AT = int(os.environ.get("END_AT", "0"))
+END_AT, FROM = int(os.environ.get("END_AT", "0")), int(os.environ.get("FROM", "0"))
 DATA = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.ones(64))
 
 
@@ -44,6 +44,8 @@ def main(job):
     teacher = copy.deepcopy(net).requires_grad_(False)
     job.track(model=model, optimizer=optimizer, **({"teacher": teacher} if TEACHER else {}))
     for x, y in batches(job):
+        if TAIL and (job.steps_done <= FROM or job.steps_done % EVERY == 0):
+            optimizer.zero_grad()
         if TEACHER and FORM != "own":
             follow(teacher, net)
         loss = (model(x)[:, 0] - y).pow(2).mean() + (TEACHER and (model(x) - teacher(x)).pow(2).mean())
@@ -62,15 +64,15 @@ def main(job):
         if END_AT and job.steps_done == END_AT:
             job._services.settle()
             os.kill(os.getpid(), signal.SIGKILL)
-        if not TAIL and (job.steps_done + 1) % EVERY == 0:
+        ends = job.steps_done < FROM or (job.steps_done + 1) % EVERY == 0
+        if ends and not TAIL:
             optimizer.step()
             optimizer.zero_grad(set_to_none=EVERY != 3)
         if FORM == "late" and END_AT and job.steps_done == 10:
             raise SystemExit(75)
         job.step(loss=loss)
-        if TAIL:
+        if ends and TAIL:
             optimizer.step()
-            optimizer.zero_grad()
         if job.steps_done == int(os.environ.get("LEAVE", "0")):
             job.save()
             raise SystemExit(75)
