@@ -73,8 +73,11 @@ def first_value(tensor: Tensor) -> str:
 
 
 def place(tensor: Any) -> Place:
-    """Return the address and version of a tensor, which change with each of its changes but for one by `.data`."""
-    return stored(tensor).data_ptr(), tensor._version
+    """Return the address and version of a tensor, which change with each of its changes but for one by `.data`.
+
+    A tensor made in inference mode has no version.
+    """
+    return stored(tensor).data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def stored(tensor: Tensor) -> Tensor:

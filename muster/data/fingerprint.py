@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from muster.data.generators import kept_generators, seed_generators
 from muster.data.own_generators import OwnGenerators
 
 LOOKED_AT = 8
+BEGINS_PATH = re.compile(r"[/\\~]|\.\.?[/\\]|[A-Za-z]:[/\\]|\w+://")
 DRAWN = "drawn"
 """In place of a hash if a sample differs from itself, because it draws from a generator that is not seen."""
 OWN_DRAWS = (
@@ -32,7 +34,7 @@ def note_of(fingerprint: str) -> str:
 def fingerprint(dataset: Any, *, most: int = LOOKED_AT, paths: bool = True) -> str:
     """Return the dataset's own `fingerprint()`, or its length and a hash of a few samples. The global generators are unchanged.
 
-    most: number of samples, 2 or more. paths: False leaves out texts that may be paths, which are a node's own.
+    most: number of samples, 2 or more. paths: False looks at the last part alone of texts that may be paths, whose folders are a node's own.
     """
     if hasattr(dataset, "fingerprint"):
         return str(dataset.fingerprint())
@@ -49,15 +51,20 @@ def fingerprint(dataset: Any, *, most: int = LOOKED_AT, paths: bool = True) -> s
     own.restore(before)
     if first != second:
         return f"{count}:{DRAWN}"
-    return f"{count}:{hash_of(first if paths else _without_paths(first))}"
+    return f"{count}:{hash_of(first if paths else _without_folders(first))}"
 
 
-def _without_paths(samples: Iterable[Iterable[Any]]) -> list[list[Any]]:
-    return [[part for part in sample if not (isinstance(part, str) and _may_be_path(part))] for sample in samples]
+def _without_folders(samples: Iterable[Iterable[Any]]) -> list[list[Any]]:
+    return [[_name(part) if isinstance(part, str) and _may_be_path(part) else part for part in sample] for sample in samples]
 
 
 def _may_be_path(text: str) -> bool:
-    return text.startswith("/") or (any(each in text for each in "/\\") and not any(map(str.isspace, text)))
+    return bool(BEGINS_PATH.match(text)) or not any(map(str.isspace, text))
+
+
+def _name(path: str) -> str:
+    """Return the last part; sentences and formulas without blanks, which have one as well, differ in it."""
+    return next((part for part in reversed(re.split(r"[/\\]", path)) if part), "")
 
 
 def _look(dataset: Any, index: int, own: OwnGenerators, *, key: int = 0) -> tuple[Any, bool]:

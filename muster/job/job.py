@@ -481,7 +481,7 @@ class Job(JobOptions):
             if portion.begins:
                 services.begin_step()
                 self._of_step = services.world.sum([portion.of_step])[0] if is_counted else 0.0
-                services.watch.see_batch(portion.batch, has_count=count is not None)
+                services.watch.see_batch(portion.batch, is_whole=portion.ends, has_count=count is not None)
             self._portion, self._is_owed, self._is_weighed = portion, True, False
             try:
                 yield portion.batch

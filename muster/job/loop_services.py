@@ -49,11 +49,11 @@ ALTERED = (
     "weights after the job, or into another module"
 )
 AMID = (
-    "the checkpoint of step {step} was saved within the next step, which has changed {changed} already, and which a resume makes again: call "
+    "{what} of step {step} was saved within the next step, which has changed {changed} already, and which a resume makes again: call "
     "evaluate(best=...), or leave the loop, before the forward pass or after job.step()"
 )
 STALE = (
-    "the checkpoint of step {step} was saved before the loop changed {changed}: change it before job.step(), or in the rest of the body if the loop "
+    "{what} of step {step} was saved before the loop changed {changed}: change it before job.step(), or in the rest of the body if the loop "
     "is over job.batches()"
 )
 UNCOUNTED = "{name} was called after step {step}, and job.step() was not: model.pt and the checkpoint of this step have what it changed"
@@ -149,6 +149,7 @@ class LoopServices:
         """
         self.batch_source, facts, known = batch_source, dict[str, Any](), dict[str, Any]()
         if batch_source:
+            self.tracked.held.clear()  # the loop's samples are others
             self.consistency.refuse_batches(batch_source)
             facts, known = batch_source.facts, {"samples_per_epoch": batch_source.samples_per_epoch or None}
         self.world.on_first(partial(self._write_config, facts))
@@ -230,6 +231,7 @@ class LoopServices:
         is_due = self.intervals.is_due("save", self.reached) and not self.is_over
         self.owes_save, self._is_asked_to_save = is_due or self._is_asked_to_save, False
         self.watch.end_step(epoch=self.epoch, is_saved=self.owes_save)
+        self.tracked.hold()
         self.tracked.accumulation.end_step()
         self.trainee.end_step()
         self.is_within = False
@@ -312,7 +314,7 @@ class LoopServices:
         else:
             self._save_now()
 
-    def _save_now(self) -> None:
+    def _save_now(self, *, what: str = "the checkpoint") -> None:
         """Save this step, with a note if the next one has begun, or the step has been saved before its end. Collective."""
         step, is_saved = self.reached.step, self.reached.step == self._saved_at
         text, changed = (
@@ -321,7 +323,7 @@ class LoopServices:
             else (AMID, self._begun())
         )
         if changed := next(filter(None, self.world.gather(changed)), ""):
-            self.tell_once("amid", text.format(step=step, changed=changed))
+            self.tell_once(f"{what} {text}", text.format(what=what, step=step, changed=changed))
         self.save()
 
     def see_left(self) -> None:
@@ -365,7 +367,7 @@ class LoopServices:
         if self._is_asked_to_save and is_meant and step != self._saved_at:
             raise ConfigError(
                 f"load(..., checkpoint={checkpoint!r}) came before that checkpoint is saved, which is once the loop's body has ended: call it after the "
-                "loop, or after the job if the loop is left by break"
+                "loop, or, if that is left by break or its iterator is in a variable, after the job"
             )
         self.running.checkpoints.wait()
 
@@ -507,7 +509,7 @@ class LoopServices:
         if self._owes_body:
             self._is_asked_to_save = True
         else:
-            self._save_now()
+            self._save_now(what="the best checkpoint")
 
     def _note(self, text: str) -> None:
         self.running.records.event("note", text=text)

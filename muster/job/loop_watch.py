@@ -76,7 +76,7 @@ ALIKE = (
     "of the samples, by job.rank and job.world_size, or give batches() the data set itself"
 )
 NO_COUNT = (
-    "{what}, and batches() has no count=: the mean loss of what is not ignored weighs differently on each rank, as ranks have unlike many; give "
+    "{what}, and batches() has no count=: a step's mean losses over what is not ignored weigh alike, though each rank and micro-batch has unlike many; give "
     "batches(..., count=lambda batch: (batch[1] != IGNORED).sum()), and use (loss * job.weight).backward()"
 )
 IGNORED = -100
@@ -269,12 +269,15 @@ class LoopWatch:
                 self._has_trained.remove(name)
                 self._tell(f"mode of {name}", MODE.format(name=name, step=self._reached.step + 1))
 
-    def see_batch(self, batch: Any, *, has_count: bool) -> None:
-        """Record a note if the first batch of the loop's own loader is the same on all ranks, or its loss may leave labels out. Collective."""
-        if self._has_seen_batch or self._world.size == 1:
+    def see_batch(self, batch: Any, *, is_whole: bool, has_count: bool) -> None:
+        """Record a note if the first batch of the loop's own loader is the same on all ranks, or its loss may leave labels out. Collective.
+
+        is_whole: it is all that a step has on this rank.
+        """
+        if self._has_seen_batch or (self._world.size == 1 and is_whole):
             return
         self._has_seen_batch = True
-        if isinstance(self._batch_source, LoaderSource) and len({*self._world.gather(hash_of(look(batch)))}) == 1:
+        if isinstance(self._batch_source, LoaderSource) and self._world.size > 1 and len({*self._world.gather(hash_of(look(batch)))}) == 1:
             self._tell("alike", ALIKE.format(ranks=self._world.size))
         if not has_count and (what := next(filter(None, self._world.gather(_ignored(batch, sys._getframe()))), "")):
             self._tell("no count", NO_COUNT.format(what=what))
@@ -282,9 +285,9 @@ class LoopWatch:
 
 def _ignored(batch: Any, frame: FrameType) -> str:
     """Return what shows that the loop's loss ignores some labels; empty if nothing does."""
-    tensors = (each for each in pytree.tree_leaves(batch) if isinstance(each, Tensor) and each.dtype == torch.int64)
-    labels = (each for each in tensors if each.layout == torch.strided and not each.is_nested)
-    if any(bool((each == IGNORED).any()) for each in labels):
+    plain = (each for each in pytree.tree_leaves(batch) if type(each) is Tensor and each.layout == torch.strided)
+    labels = (each for each in plain if each.dtype == torch.int64 and each.numel() and not (each.is_nested or each.is_meta))
+    if any(int(each.min()) == IGNORED for each in labels):
         return f"the batch has labels of {IGNORED}, which losses ignore"
     files = dict.fromkeys(each.f_code.co_filename for each in own_frames(frame))
     found = next((file for file in files if "ignore_index" in "".join(linecache.getlines(file))), "")

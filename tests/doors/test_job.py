@@ -501,6 +501,8 @@ class Counts(nn.Module):
         self.register_buffer("graph", torch.eye(4).to_sparse(), persistent=False)
     def forward(self, x):
         self.calls += 7
+        with torch.inference_mode():
+            self.register_buffer("places", torch.arange(len(x)), persistent=False)
         return torch.sparse.mm(self.graph, self.inner(x)) if len(x) == 4 else self.inner(x)
     def get_extra_state(self):
         return {"calls": self.calls}

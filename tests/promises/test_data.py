@@ -523,9 +523,13 @@ def test_a_fingerprint_reads_samples_that_are_no_tensors(kind):
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    "is_path, text", [(True, "/{}/my files/{}"), (True, "{}/{}.png"), (False, "{} {}"), (False, "{} and/or {}")]
+    "is_path, text",
+    [
+        *((True, text) for text in ("/{}/my files/{}", "{}/{}.png", "../{}/my files/{}", "C:\\{}\\my files\\{}")),
+        *((False, text) for text in ("{} {}", "{} and/or {}", "{} of it: yes/no", "C/C{1}=C/{0}", r"\frac{1}{{{0}}}", "//{0}")),
+    ],
 )
-def test_a_fingerprint_without_paths_has_other_texts(is_path, text):
+def test_a_fingerprint_without_folders_has_other_texts(is_path, text):
     one, other = ([(np.str_(text.format(place, index)), index) for index in range(20)] for place in ("a", "b"))
     assert fingerprint(one) != fingerprint(other)
     assert (fingerprint(one, paths=False) == fingerprint(other, paths=False)) == is_path

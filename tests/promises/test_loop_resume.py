@@ -58,7 +58,7 @@ def amid(folder, **env):
     return finish(warm.Popen([sys.executable, "-m", "amid", "run"], env=environment(**env), cwd=folder), folder / "run")
 
 
-@pytest.mark.nightly(but=["env0-10", "env1-11", "env5-10", "env6-10", "env7-6", "env9-10"])
+@pytest.mark.nightly(but=["env0-10", "env1-11", "env5-10", "env6-10", "env7-6", "env9-10", "env10-10"])
 @pytest.mark.parametrize(
     ("env", "resumed_at"),
     [
@@ -72,6 +72,7 @@ def amid(folder, **env):
         ({"FORM": "stop", "NORM": "1"}, 6),
         ({"FORM": "late"}, 6),
         ({"FORM": "stop", "TAIL": "1"}, 10),
+        ({"FORM": "top"}, 10),
     ],
 )
 def test_a_save_amid_a_step_has_nothing_of_the_next_one(tmp_path, env, resumed_at):
