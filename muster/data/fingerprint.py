@@ -55,7 +55,9 @@ def fingerprint(dataset: Any, *, most: int = LOOKED_AT, paths: bool = True) -> s
 
 
 def _without_folders(samples: Iterable[Iterable[Any]]) -> list[list[Any]]:
-    return [[_name(part) if isinstance(part, str) and _may_be_path(part) else part for part in sample] for sample in samples]
+    return [
+        [_name(part) if isinstance(part, str) and _may_be_path(part) else part for part in sample] for sample in samples
+    ]
 
 
 def _may_be_path(text: str) -> bool:

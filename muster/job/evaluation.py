@@ -164,9 +164,7 @@ class Evaluations:
             return
         self._enter("evaluation")
         self._compared.append(_weakly(dataset))
-        remedy = (
-            "give all ranks the same samples, in the same order; the first and the last one are compared, of paths the names"
-        )
+        remedy = "give all ranks the same samples, in the same order; the first and the last one are compared, of paths the names"
         seen = fingerprint(with_length(dataset, "evaluate"), most=2, paths=False)
         self._world.same("evaluate(): the data set", seen, remedy=remedy)
 

@@ -277,7 +277,11 @@ class LoopWatch:
         if self._has_seen_batch or (self._world.size == 1 and is_whole):
             return
         self._has_seen_batch = True
-        if isinstance(self._batch_source, LoaderSource) and self._world.size > 1 and len({*self._world.gather(hash_of(look(batch)))}) == 1:
+        if (
+            isinstance(self._batch_source, LoaderSource)
+            and self._world.size > 1
+            and len({*self._world.gather(hash_of(look(batch)))}) == 1
+        ):
             self._tell("alike", ALIKE.format(ranks=self._world.size))
         if not has_count and (what := next(filter(None, self._world.gather(_ignored(batch, sys._getframe()))), "")):
             self._tell("no count", NO_COUNT.format(what=what))
@@ -286,7 +290,9 @@ class LoopWatch:
 def _ignored(batch: Any, frame: FrameType) -> str:
     """Return what shows that the loop's loss ignores some labels; empty if nothing does."""
     plain = (each for each in pytree.tree_leaves(batch) if type(each) is Tensor and each.layout == torch.strided)
-    labels = (each for each in plain if each.dtype == torch.int64 and each.numel() and not (each.is_nested or each.is_meta))
+    labels = (
+        each for each in plain if each.dtype == torch.int64 and each.numel() and not (each.is_nested or each.is_meta)
+    )
     if any(int(each.min()) == IGNORED for each in labels):
         return f"the batch has labels of {IGNORED}, which losses ignore"
     files = dict.fromkeys(each.f_code.co_filename for each in own_frames(frame))

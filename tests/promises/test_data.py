@@ -526,7 +526,10 @@ def test_a_fingerprint_reads_samples_that_are_no_tensors(kind):
     "is_path, text",
     [
         *((True, text) for text in ("/{}/my files/{}", "{}/{}.png", "../{}/my files/{}", "C:\\{}\\my files\\{}")),
-        *((False, text) for text in ("{} {}", "{} and/or {}", "{} of it: yes/no", "C/C{1}=C/{0}", r"\frac{1}{{{0}}}", "//{0}")),
+        *(
+            (False, text)
+            for text in ("{} {}", "{} and/or {}", "{} of it: yes/no", "C/C{1}=C/{0}", r"\frac{1}{{{0}}}", "//{0}")
+        ),
     ],
 )
 def test_a_fingerprint_without_folders_has_other_texts(is_path, text):

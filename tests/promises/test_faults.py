@@ -341,7 +341,9 @@ def test_preempted_nodes(job, ledger, preempted):
         cluster.start()
         cluster.start()
         assert cluster.ended()[2:] == [0, 0], cluster.log
-        assert cluster.attempts()[before]["step"] == outcome["step"]  # torchrun may begin once more as the second node joins
+        assert (
+            cluster.attempts()[before]["step"] == outcome["step"]
+        )  # torchrun may begin once more as the second node joins
         assert not cluster.result().events("restart"), cluster.log
         assert_clean(cluster, ledger, steps=80)
 
