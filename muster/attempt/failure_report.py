@@ -57,6 +57,7 @@ class FailureReport:
     records: False if outcome.json is left alone, as by an evaluation.
     world, heartbeat, lease, step: those of the attempt so far; they decide which ranks an error concerns.
     flight_recorder: where each rank's last collectives on GPUs are, after a hang.
+    entered: the step at which the present phase of this rank has begun; None before the first.
     """
 
     folder: Path
@@ -68,6 +69,7 @@ class FailureReport:
     lease: Lease | None = None
     step: int | None = None
     flight_recorder: str | None = None
+    entered: int | None = None
 
     def because(self, error: BaseException) -> int:
         """Report `error` and return the exit code."""
@@ -204,10 +206,13 @@ class FailureReport:
         origin = error.origin if isinstance(error, MusterError) else None
         here = (self.world.rank if self.world else 0, socket.gethostname())
         rank, host = lost_one or origin or here
+        steps = [step for step in (self.step, self.entered) if step is not None]
         return {
             "outcome": error.outcome if isinstance(error, MusterError) else "failed",
             "exit_code": code,
-            "step": self.step,
+            "step": min(steps)
+            if steps and isinstance(error, RankLost)
+            else self.step,  # in a hang, some ranks have counted theirs
             "rank": rank,
             "failed_host": host,
             "error": in_words(error).removeprefix(f"rank {rank}: "),

@@ -302,6 +302,7 @@ class Lifecycle:
             lease=self._lease,
             step=self._progress.step if self._progress else None,
             flight_recorder=self._flight_recorder,
+            entered=self._heartbeat.phases.step if self._heartbeat else None,
         )
 
     def _fail(self, error: BaseException) -> None:

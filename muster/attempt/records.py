@@ -55,6 +55,10 @@ def open_records(
     return Metrics(loggers, samples=samples, windows=times, rates=rates)
 
 
+def names_of(deaths: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"rank {each['rank']} on {each['host']} ({each['cause']})" for each in deaths)
+
+
 def _made(said: str, make: Callable[..., Logger], offered: dict[str, Any]) -> Logger | None:
     """Return a logger. None: it cannot start, which is printed and does not fail the run."""
     try:
@@ -104,8 +108,9 @@ def record_start(
             "note", text=f"trains with {world.size} of the {meant} requested ranks: the others have not joined"
         )
     if deaths:
-        who = ", ".join(f"rank {each['rank']} on {each['host']} ({each['cause']})" for each in deaths)
-        cause = f"{who} died, and all ranks went back in their processes{f': {why_lost}' if why_lost else ''}"
+        cause = (
+            f"{names_of(deaths)} died, and all ranks went back in their processes{f': {why_lost}' if why_lost else ''}"
+        )
         records.event("restart", step=step, after="killed", cause=cause)
     elif before.outcome not in ("none", outcome.DONE, outcome.PREEMPTED):
         silent = NO_RECORD if before.outcome == outcome.RUNNING else None

@@ -83,6 +83,8 @@ class Phases:
         self._longest: dict[str, float] = {}
         self._gradients: Callable[[], Callable[[], int] | None] = lambda: None
         self._current = (0, "start-up", start_s, self.clock.monotonic())
+        self.step: int | None = None
+        """The step of the phase; None before the first one."""
         self.still_s = 0.0
         """Seconds that the main thread has been stuck at one instruction."""
 
@@ -92,6 +94,7 @@ class Phases:
 
     def enter(self, kind: str, step: int) -> None:
         """`step`, `evaluation` and `end` (of a user's loop) are limited by their longest one so far, any other kind by LONG_S."""
+        self.step = step
         number, label, _, since = self._current
         now, before = self.clock.monotonic(), label.split()[0]
         if self._entered[before] >= FIRST:

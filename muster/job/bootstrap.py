@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import DistBackendError
 
 from muster.attempt.lifecycle import Lifecycle, State
+from muster.attempt.records import names_of
 from muster.attempt.start import Fresh, Start, begin
 from muster.data.generators import drawn_so_far, seeded_by_script
 from muster.errors import ConfigError, RankLost
@@ -120,9 +121,15 @@ class Bootstrap:
         """Raise RankLost if ranks that have made steps would start over: untracked objects may remember them. Collective."""
         if not (self.world.again and isinstance(self.start, Fresh)):
             return
-        rank = self.world.lowest(self.kept.has_worked)
-        if rank is not None:
-            raise RankLost("no rank has the state of the run, and there is no checkpoint: all ranks restart", rank=rank)
+        if self.world.lowest(self.kept.has_worked) is None:
+            return
+        deaths, why_lost = self.kept.deaths(self.world), self.kept.why_lost
+        first = deaths[0] if deaths else {"rank": None, "host": None}
+        raise RankLost(
+            f"{names_of(deaths) or 'a rank'} died{f', {why_lost}' if why_lost else ''}, and there is no checkpoint: all ranks restart",
+            rank=first["rank"],
+            host=first["host"],
+        )
 
     @property
     def has_parted(self) -> bool:

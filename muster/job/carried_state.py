@@ -20,15 +20,17 @@ from torch.utils import _pytree as pytree
 from muster.code_location import SourceLine, is_kit, is_own
 
 Loop = ast.For | ast.While
-STATE, BEST, COUNT = "state", "best", "count"
+STATE, BEST, COUNT, RATE = "state", "best", "count", "rate"
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
-def carried(frame: FrameType | None, tracked: Collection[int]) -> Iterator[tuple[str, SourceLine, str]]:
+def carried(
+    frame: FrameType | None, tracked: Collection[int], rates: Collection[float]
+) -> Iterator[tuple[str, SourceLine, str]]:
     """Yield variables of loops around `frame` that carry something, the loop's line, and what that is.
 
     STATE: a tensor of several elements. COUNT: a number that the loop counts up, as a sum of losses. BEST: one that it compares
-    otherwise, as a best accuracy. It looks at the innermost loop of each calling function whose source is available.
+    otherwise, as a best accuracy. RATE: either, with the value of one of `rates`. It looks at the innermost loop of each calling function whose source is available.
     frame: the frame that asks for the next batch, or one that it has called. tracked: ids of tensors to ignore.
     """
     for each in own_frames(frame):
@@ -40,6 +42,8 @@ def carried(frame: FrameType | None, tracked: Collection[int]) -> Iterator[tuple
             shared = {name: each.f_globals[name] for name in names if name in each.f_globals and name not in own}
             for name, value in {**shared, **values_of(each, names)}.items():
                 kind = STATE if _is_state(value, tracked) else kinds.get(name) if _is_number(value) else None
+                if kind in (BEST, COUNT) and isinstance(value, float) and value in rates:
+                    kind = RATE
                 if kind:
                     yield name, SourceLine(each.f_code.co_filename, line), kind
 
@@ -153,7 +157,7 @@ def _follow(body: Sequence[ast.stmt], known: set[str], read: list[str]) -> set[s
             read += _read(each, known | {*assigned([each])})
             known = known | {each.name}
         elif isinstance(each, ast.If | ast.Match):
-            blocks = [each.body, each.orelse] if isinstance(each, ast.If) else [case.body for case in each.cases]
+            blocks = _blocks(each) if isinstance(each, ast.If) else [case.body for case in each.cases]
             known = known | _follow_parts(each, known, read)
             ends = [_follow(block, known, read) for block in blocks if not _leaves(block)]
             for block in filter(_leaves, blocks):
@@ -172,6 +176,23 @@ def _follow(body: Sequence[ast.stmt], known: set[str], read: list[str]) -> set[s
                 read.append(each.target.id)
             known = known | {*assigned([each])}
     return known
+
+
+def _blocks(statement: ast.If) -> list[list[ast.stmt]]:
+    """Return the two blocks of an `if`, or those of `if x == 1: ... elif x == 2: ...`, of which one is taken to run."""
+    first, blocks, last = statement.test, [statement.body], statement
+    while len(last.orelse) == 1 and isinstance(last.orelse[0], ast.If) and _is_case(last.orelse[0].test, first):
+        last = last.orelse[0]
+        blocks.append(last.body)
+    return blocks if len(blocks) > 1 and not last.orelse else [statement.body, statement.orelse]
+
+
+def _is_case(test: ast.expr, first: ast.expr) -> bool:
+    """Return True if two conditions compare the same thing with one value each."""
+    pair = (test, first)
+    if not all(isinstance(each, ast.Compare) and [*map(type, each.ops)] == [ast.Eq] for each in pair):
+        return False
+    return len({ast.dump(each.left) for each in pair if isinstance(each, ast.Compare)}) == 1
 
 
 def _follow_parts(statement: ast.stmt, known: set[str], read: list[str]) -> set[str]:

@@ -79,8 +79,9 @@ class Job(JobOptions):
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """End a run that is done or has stopped; return any other error."""
-        if isinstance(error, AgreedStop) and self._services:
-            self._services.end_stopped(error)
+        stop = self._services and self._services.agreed  # which the loop may have caught
+        if self._services and stop and (error in (None, stop) or _is_done(error)):
+            self._services.end_stopped(stop)
             return None
         if isinstance(error, Diverged) and self._services:  # on all ranks at once: their checkpoint writers still live
             self._services.settle()
@@ -209,7 +210,7 @@ class Job(JobOptions):
             ConfigError: an argument is not valid, or differs from that of the checkpoint.
             DataError: the data has changed since the checkpoint, or a sample cannot be read.
         """
-        services = self._tracked("batches()")
+        services = self._going_on("batches()")
         if services.is_open:
             raise ConfigError(
                 "batches() was called twice, or after step(), evaluate() or save(): call it once, before them; it yields all epochs"
@@ -446,8 +447,15 @@ class Job(JobOptions):
             )
         return self._services
 
-    def _opened(self, what: str) -> LoopServices:
+    def _going_on(self, what: str) -> LoopServices:
+        """Raises AgreedStop: the ranks have stopped, and the loop has caught what tells it so, as by a bare `except`."""
         services = self._tracked(what)
+        if services.agreed:
+            raise services.agreed
+        return services
+
+    def _opened(self, what: str) -> LoopServices:
+        services = self._going_on(what)
         if self._bootstrap.life.state == State.ended:
             raise ConfigError(f"{what} came after the end of the `with` block: call it there")
         if not services.is_open:

@@ -94,6 +94,8 @@ class LoopServices:
         """True once that iterator is closed before its end, by `break` or by an error; and once it was by `break`."""
         self.is_told_to_stop = False
         """True once the loop has read that it should stop, so that leaving it is not its end."""
+        self.agreed: AgreedStop | None = None
+        """The stop that has left the loop."""
         self._latest = 0.0
         self._at_end: Changes | None = None
         """The weights at the end of the loop over the batches."""
@@ -404,7 +406,8 @@ class LoopServices:
         """
         if is_whole := not (self._owes_body or self._has_begun()):
             self._save_now()
-        raise AgreedStop(self.running.stopped(is_saved=is_whole))
+        self.agreed = AgreedStop(self.running.stopped(is_saved=is_whole))
+        raise self.agreed
 
     def end_stopped(self, stop: AgreedStop) -> None:
         """Collective."""

@@ -23,7 +23,7 @@ from muster.checkpoint.tensor_versions import Changes
 from muster.data.fingerprint import hash_of, look
 from muster.errors import ConfigError
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, parts_of, read_now
-from muster.job.carried_state import BEST, COUNT, STATE, carried, enumerated, own_frames
+from muster.job.carried_state import BEST, COUNT, RATE, STATE, carried, enumerated, own_frames
 from muster.job.own_objects import OwnDraws, OwnNumbers, OwnTensors, memory_of
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import REPLICATED, Reached
@@ -42,6 +42,7 @@ CARRIED = "{name} {verb} from batch to batch in a variable of the loop ({line}),
 REMEDIES = {
     STATE: ", and other weights may follow; keep it in a buffer of a tracked module, if training reads it",
     COUNT: "; give it to job.step(name=value) or job.log, whose means go on, or follow it from job.steps_done",
+    RATE: ", and other weights may follow; read it from optimizer.param_groups[0]['lr'] after job.track(), which restores it, or follow it from job.steps_done",
     BEST: "; let job.evaluate(..., best=name) choose, and read job.best, or follow it from job.steps_done",
 }
 ENUMERATED = "{name} counts the batches of this attempt, and begins with 0 again after a resume, or the death of a rank: follow job.steps_done where it matters"
@@ -211,7 +212,8 @@ class LoopWatch:
         if self._world.is_first and (name := self._tracked.frozen_again()):
             self._tell("frozen", FROZEN.format(name=name))
         found = defaultdict[tuple[str, str], list[str]](list)
-        for name, line, kind in [*carried(sys._getframe(), {*map(id, self._tracked.parameters())})]:
+        rates = [value for name, value in self._tracked.rates().items() if name.endswith(".lr")]
+        for name, line, kind in [*carried(sys._getframe(), {*map(id, self._tracked.parameters())}, rates)]:
             found[kind, str(line)].append(name)
         for (kind, where), names in found.items():
             verb, remedy = "goes" if len(names) == 1 else "go", REMEDIES[kind]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 from torch.distributed import PrefixStore, run
@@ -255,6 +257,7 @@ class Rank(SubprocessHandler):
     is_told = False
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        self.told = env.get("TORCHELASTIC_ERROR_FILE", "")
         self.rank, self.world_size, self.port = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["MASTER_PORT"])
         alone, parent = self.world_size == 1, os.getpid()
         # On a terminal, one rank alone keeps it for its progress bars, and its error stays in sight.
@@ -283,8 +286,9 @@ class Rank(SubprocessHandler):
         return f"rank {self.rank} {how}" + (f": {self.cause()}" if code > 0 and self.cause() else "")
 
     def cause(self) -> str:
-        """Return `FILE:LINE: ERROR` of the last traceback on standard error; empty without one."""
-        return ": ".join(filter(None, self._error()))
+        """Return `FILE:LINE: ERROR` of the last traceback on standard error, or else what the rank has told torchrun; empty without either."""
+        has_traceback = any(b"Traceback (most recent call last)" in line for line in self.tail)
+        return (not has_traceback and told_in(self.told)) or ": ".join(filter(None, self._error()))
 
     def _error(self) -> tuple[str, str]:
         # torch's excepthook begins each line with the rank.
@@ -310,6 +314,14 @@ class Rank(SubprocessHandler):
         deadline = deadline or time.monotonic() + LAST_LINES_S
         for each in self.output:
             each.join(max(0.0, deadline - time.monotonic()))
+
+
+def told_in(path: str) -> str:
+    """Return the message in an error file of torchrun's; empty without one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        told = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
+        return str(told["message"] if isinstance(told, dict) else told)
+    return ""
 
 
 def listens(port: int) -> bool:
