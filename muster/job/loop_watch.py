@@ -212,7 +212,7 @@ class LoopWatch:
         if self._world.is_first and (name := self._tracked.frozen_again()):
             self._tell("frozen", FROZEN.format(name=name))
         found = defaultdict[tuple[str, str], list[str]](list)
-        rates = [value for name, value in self._tracked.rates().items() if name.endswith(".lr")]
+        rates = [value for name, value in self._tracked.rates().items() if name.endswith("lr")]
         for name, line, kind in [*carried(sys._getframe(), {*map(id, self._tracked.parameters())}, rates)]:
             found[kind, str(line)].append(name)
         for (kind, where), names in found.items():

@@ -363,7 +363,7 @@ def main(job):
     measure = lambda batch: {"mean": net(batch[0])[:, 0]}
     if FORM == "evaluates":
         return job.evaluate(own, measure)
-    best, seen, total, spent, before = 100.0, 0, 0.0, 0.0, time.time()
+    best, seen, total, spent, before, rate = 100.0, 0, 0.0, 0.0, time.time(), 0.1
     for number, (x,) in enumerate(job.batches(data, batch_size=8, epochs=2)):
         beta, scale = min(1.0, beta + 0.04), 1.0 if number < 0 else scale
         scale = max(0.1, scale * 0.9)
@@ -372,9 +372,14 @@ def main(job):
         optimizer.zero_grad()
         if job.ends_epoch:
             schedule.step()
+            rate = rate * 0.1
         job.step()
         seen += 1
-        total = total + x.sum()
+        if FORM == "":
+            made = x * 2
+        elif FORM == "stops":
+            made = x
+        total = total + (made if FORM in ("", "stops") else x).sum()
         spent += time.time() - before
         before = time.time()
         if job.ends_epoch:
@@ -413,6 +418,9 @@ def test_what_a_port_leaves_out_is_told_or_done_as_meant(place):
     [counted] = {line["text"] for line in done.events("note") if " go from batch to batch" in line["text"]}
     assert {*counted.partition(" go from")[0].split(", ")} == {"seen", "total", "beta", "scale"}, counted
     assert "job.step(name=value)" in counted
+    [rate] = {line["text"] for line in done.events("note") if line["text"].startswith("rate goes from")}
+    assert "read it from optimizer.param_groups[0]['lr']" in rate
+    assert not [line["text"] for line in done.events("note") if line["text"].startswith("made goes")]
     assert [
         line for line in done.events("note") if line["text"].startswith("number counts the batches of this attempt")
     ]
