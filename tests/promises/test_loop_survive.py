@@ -167,6 +167,17 @@ def test_gradients_that_the_loop_throws_away_stand_in_no_way(tmp_path, form):
     assert killed.sha256 == whole.sha256 and not killed.events("resume")
 
 
+def test_a_death_before_the_first_checkpoint_is_named(tmp_path):
+    """The other rank has changed the critic's weights, so no rank has the state of a step: all restart."""
+    whole, killed = (
+        trained(tmp_path / name, 2, kill, script="critic", FORM="none")
+        for name, kill in (("whole", ""), ("killed", "stepped@5:0"))
+    )
+    [restart] = killed.events("restart")
+    said = r"rank 0 on \S+ \(SIGKILL\) died, rank 1 had changed critic/weight since step 5, and there is no checkpoint: all ranks restart"
+    assert re.search(said, restart["cause"]) and killed.sha256 == whole.sha256, killed.out
+
+
 @pytest.mark.nightly(but=["first"])
 @pytest.mark.parametrize("which", IN_PLACE)
 def test_a_rank_that_dies_before_its_sum_costs_nothing(tmp_path, undisturbed, which):

@@ -24,6 +24,7 @@ def main(job):
         fault("forward", job.steps_done)
         (critic(made.detach()).mean() - critic(x).mean()).backward()
         second.step()
+        fault("stepped", job.steps_done)
         loss = critic(made).pow(2).mean()
         loss.backward()
         first.step()
