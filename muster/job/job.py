@@ -79,8 +79,8 @@ class Job(JobOptions):
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """End a run that is done or has stopped; return any other error."""
-        stop = self._services and self._services.agreed  # which the loop may have caught
-        if self._services and stop and (error in (None, stop) or _is_done(error)):
+        stop = self._services and self._services.raised  # which the loop may have caught
+        if self._services and isinstance(stop, AgreedStop) and (error in (None, stop) or _is_done(error)):
             self._services.end_stopped(stop)
             return None
         if isinstance(error, Diverged) and self._services:  # on all ranks at once: their checkpoint writers still live
@@ -230,7 +230,7 @@ class Job(JobOptions):
         is_counted = count is not None or (
             collate_fn is not None and isinstance(made, PlannedSource)
         )  # which may leave samples out
-        return self._portions(services, made, count, is_counted=is_counted)
+        return services.remembering(self._portions(services, made, count, is_counted=is_counted))
 
     def step(self, loss: Tensor | float | None = None, *, samples: int | None = None, **values: Any) -> None:
         """Count an optimizer step; log, save and stop where it is time to. Collective: every rank must call it.
@@ -448,10 +448,10 @@ class Job(JobOptions):
         return self._services
 
     def _going_on(self, what: str) -> LoopServices:
-        """Raises AgreedStop: the ranks have stopped, and the loop has caught what tells it so, as by a bare `except`."""
+        """Raises what has ended the loop's steps, and what it has caught then, as by a bare `except`."""
         services = self._tracked(what)
-        if services.agreed:
-            raise services.agreed
+        if services.raised:
+            raise services.raised
         return services
 
     def _opened(self, what: str) -> LoopServices:

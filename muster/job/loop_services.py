@@ -22,7 +22,7 @@ from muster.checkpoint.commit import Saved
 from muster.checkpoint.tensor_versions import Changes
 from muster.checkpoint.trained import plain
 from muster.checkpoint.weights import write_weights
-from muster.errors import ConfigError, Diverged, MusterError, Preempted, RankLost, final, say
+from muster.errors import ConfigError, Diverged, MusterError, Preempted, RankLost, final, of_code, say
 from muster.files import replace_file
 from muster.job.batch_source import BatchSource
 from muster.job.bootstrap import Bootstrap, end_alike
@@ -94,8 +94,8 @@ class LoopServices:
         """True once that iterator is closed before its end, by `break` or by an error; and once it was by `break`."""
         self.is_told_to_stop = False
         """True once the loop has read that it should stop, so that leaving it is not its end."""
-        self.agreed: AgreedStop | None = None
-        """The stop that has left the loop."""
+        self.raised: AgreedStop | MusterError | None = None
+        """What has ended the loop's steps, and is raised again if the loop has caught it."""
         self._latest = 0.0
         self._at_end: Changes | None = None
         """The weights at the end of the loop over the batches."""
@@ -207,6 +207,16 @@ class LoopServices:
         )
         running.checkpoints.best = self.evaluations.best
         return running
+
+    def remembering(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield `batches`, and remember an error that ends them."""
+        try:
+            yield from batches
+        except RankLost:
+            raise
+        except MusterError as error:
+            self.raised = of_code(error.exit_code, str(error))
+            raise
 
     def note(self, values: Mapping[str, Any], *, weight: float) -> None:
         """Add means over `weight` samples of this rank to those of the next record."""
@@ -406,8 +416,8 @@ class LoopServices:
         """
         if is_whole := not (self._owes_body or self._has_begun()):
             self._save_now()
-        self.agreed = AgreedStop(self.running.stopped(is_saved=is_whole))
-        raise self.agreed
+        self.raised = AgreedStop(self.running.stopped(is_saved=is_whole))
+        raise self.raised
 
     def end_stopped(self, stop: AgreedStop) -> None:
         """Collective."""

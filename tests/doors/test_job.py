@@ -1286,6 +1286,22 @@ def test_a_loss_that_is_not_finite_ends_the_run(place):
     assert result.outcome["exit_code"] == 6 and "the loss is not finite at step 6" in result.said[0], result.out
 
 
+def test_an_error_that_a_loop_catches_around_next_is_raised_again(place):
+    """Some take whatever ends the iterator for the end of an epoch, and ask for the batches again."""
+    body = """batches = lambda: iter(job.batches(data, batch_size=8, epochs=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+    job.track(model=model, optimizer=optimizer)
+    made = batches()
+    while job.steps_done < 10:
+        try:
+            x, y = next(made)
+        except:
+            made = batches()
+        model(x).square().sum().backward(); optimizer.step(); job.step()"""
+    done = wrong(place("caught"), body)
+    assert done.code == 6 and "a weight is not finite at step" in done.out, done.out
+
+
 # How a script may leave a loop
 
 
