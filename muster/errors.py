@@ -150,7 +150,8 @@ def environment_error(error: BaseException) -> ConfigError | None:
     if "Expected more than 1 value per channel" in text:
         return ConfigError(
             "a rank's micro-batch had one sample, and the model's batch norm needs two: at the end of an epoch, or at this world size. "
-            "Set loader.drop_last=true, or a batch_size or micro_batch_size that leaves each rank two"
+            "Drop the last batch (loader.drop_last=true, and in a Job batches(drop_last=True)), or choose a batch_size, a micro_batch_size "
+            "or a number of ranks that leaves each rank two"
         )
     if "InvalidCxxCompiler" in text or "Failed to find C compiler" in text:
         return ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from muster.checkpoint.commit import Saved
@@ -28,6 +28,10 @@ STEP_ALIKE = "a checkpoint has the state of one rank: keep it alike on all ranks
 TRAIN_ALIKE = (
     "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step(); ranks that train apart for some steps "
     "do so in a `with` block in place of run(), and average before each save"
+)
+UNAVERAGED = (
+    "its DistributedDataParallel has not averaged its gradient; a parameter that no loss reaches keeps it from that (freeze it by requires_grad_(False), "
+    "or give find_unused_parameters=True), and so do no_sync() and a call of model.module"
 )
 DRAWN = (
     "before the job, random numbers were drawn from another state of {names} than in the attempt before: what is made of them, but for tracked "
@@ -87,7 +91,8 @@ class Consistency:
 
     def refuse_apart(self) -> None:
         """Raise ConfigError if parameters or optimizers' states differ between ranks by more than rounding. Collective."""
-        check_replicas(self._tracked.named, self._world, tolerance=TOLERANCE, what="the parameter", remedy=TRAIN_ALIKE)
+        remedy = UNAVERAGED if self._tracked.are_in_ddp else TRAIN_ALIKE
+        check_replicas(self._tracked.named, self._world, tolerance=TOLERANCE, what="the parameter", remedy=remedy)
         state = self._tracked.of_optimizers()  # whose parts come with a layer that is thawed
         check_replicas(state, self._world, tolerance=TOLERANCE, what="the optimizer's", remedy=STEP_ALIKE)
 
@@ -95,7 +100,7 @@ class Consistency:
         """Raise ConfigError, DataError or RankLost unless the batches can be trained on. Collective."""
         self._refuse_draws()
         self._refuse_moved_on(source)
-        self._refuse_data(source.facts)
+        self._refuse_data(source)
         self._refuse_length(source.total_steps)
         self._refuse_whole(source)
 
@@ -138,11 +143,15 @@ class Consistency:
         if why := self._bootstrap.why_no_survival:
             yield WHY_NOT.format(key=JobTrainee.key, why=why)
 
-    def _refuse_data(self, facts: Mapping[str, Any]) -> None:
+    def _refuse_data(self, source: BatchSource) -> None:
+        facts, saved = source.facts, self._start.saved
+        of_full_batches = source.samples_per_epoch // facts.get("batch_size", 1)
         fixed = ", ".join(f"{name}={value}" for name, value in facts.items())
         self._world.same("batches()", fixed, remedy="give every rank the same arguments and data", error=ConfigError)
         for name, value in facts.items():
             remedies = {"fingerprint": "restore the data", "seed": "give Job(seed=...) the one of before"}
+            if name == "drop_last" and saved and saved.step <= of_full_batches:
+                continue  # no smaller batch has been trained on yet, or dropped
             remedy = remedies.get(name, f"give batches() the {name} of before")
             self._refuse(name, value, remedy, within="batches")
 

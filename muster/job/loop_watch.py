@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -77,9 +78,14 @@ ALIKE = (
     "of the samples, by job.rank and job.world_size, or give batches() the data set itself"
 )
 NO_COUNT = (
-    "{what}, and batches() has no count=: a step's mean losses over what is not ignored weigh alike, though each rank and micro-batch has unlike many; give "
-    "batches(..., count=lambda batch: (batch[1] != IGNORED).sum()), and use (loss * job.weight).backward()"
+    "{what}, and batches() has no count=: a step's mean losses over what is not left out weigh alike, though each rank and micro-batch has unlike many; give "
+    "batches(..., count=lambda batch: ...) that number, as (batch[1] != IGNORED).sum() or sum(lengths), and use (loss * job.weight).backward()"
 )
+LEAVE_OUT = {
+    "ignore_index": "has a loss with an ignore_index",
+    r"pack_padded_sequence\(.*\)(\[0\]|\.data)": "takes the values of packed sequences, without the padding",
+}
+"""What in a script shows that its loss may leave something out."""
 IGNORED = -100
 """The label that torch's losses ignore by default."""
 FROZEN = (
@@ -297,9 +303,11 @@ def _ignored(batch: Any, frame: FrameType) -> str:
     )
     if any(int(each.min()) == IGNORED for each in labels):
         return f"the batch has labels of {IGNORED}, which losses ignore"
-    files = dict.fromkeys(each.f_code.co_filename for each in own_frames(frame))
-    found = next((file for file in files if "ignore_index" in "".join(linecache.getlines(file))), "")
-    return found and f"{Path(found).name} has a loss with an ignore_index"
+    for file in dict.fromkeys(each.f_code.co_filename for each in own_frames(frame)):
+        text = "".join(linecache.getlines(file))
+        if what := next((what for pattern, what in LEAVE_OUT.items() if re.search(pattern, text)), ""):
+            return f"{Path(file).name} {what}"
+    return ""
 
 
 def _state_of(optimizer: Optimizer) -> Tensor | None:

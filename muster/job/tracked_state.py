@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
@@ -72,6 +73,8 @@ class Tracked:
             _refuse(name, thing)
         self.modules = {name: unwrapped(thing) for name, thing in things.items() if isinstance(thing, nn.Module)}
         self.are_compiled = any(map(_is_compiled, things.values()))
+        trained = [each for each in things.values() if isinstance(each, nn.Module) and _is_trained(each)]
+        self.are_in_ddp = all(isinstance(each, DistributedDataParallel) for each in trained)
         self.optimizers = {name: thing for name, thing in things.items() if isinstance(thing, Optimizer)}
         self.others = {name: things[name] for name in things.keys() - self.modules.keys() - self.optimizers.keys()}
         self._names = dict(self._named_parameters())
@@ -495,7 +498,7 @@ def _is_compiled(thing: Any) -> bool:
 def _inner(module: nn.Module) -> Any:
     if type(module).__name__ == COMPILED:
         return module._orig_mod
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) else None
+    return module.module if isinstance(module, DistributedDataParallel | nn.DataParallel) else None
 
 
 def below(state: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -533,6 +536,10 @@ def _refuse(name: str, thing: Any) -> None:
         raise ConfigError(
             f"track({name}=...) is a ZeroRedundancyOptimizer, whose state has no names: shard it with fully_shard"
         )
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(each.requires_grad for each in module.parameters())
 
 
 def _check_plain(name: str, state: Any) -> None:

@@ -1069,6 +1069,12 @@ def test_a_loss_that_ignores_labels_asks_for_their_count(place, count):
     assert any("wrong.py has a loss with an ignore_index" in each for each in said) == (count == "None"), said
 
 
+def test_a_loss_over_packed_sequences_asks_for_their_count(place):
+    packed = "values = lambda y, sizes: nn.utils.rnn.pack_padded_sequence(y, sizes, batch_first=True)[0]\n    "
+    said = notes(wrong(place("wrong"), f"{packed}{LOOP}model(x).sum().backward(); job.step()", ranks=2))
+    assert any("wrong.py takes the values of packed sequences" in each for each in said), said
+
+
 # Misuse, in one line
 
 START = """
@@ -1271,6 +1277,27 @@ def test_a_model_that_each_rank_trains_by_itself_is_refused_at_the_first_save(pl
     result = wrong(place("wrong"), body, ranks=2)
     assert len(result.said) == 1 and "wrap the model in DistributedDataParallel" in result.said[0], result.out
     assert result.outcome["exit_code"] == 2 and not list((result.folder / "checkpoints").glob("step-*"))
+
+
+def test_a_model_whose_gradients_ddp_has_not_averaged_is_refused_with_what_keeps_it_from_that(place):
+    wrapped = "model = nn.parallel.DistributedDataParallel(model); model.require_backward_grad_sync = False\n    "
+    body = f"{wrapped}{LOOP}loss = (model(x) * rank).sum(); loss.backward(); optimizer.step(); job.step(loss=loss)"
+    result = wrong(place("wrong"), body, ranks=2)
+    assert "its DistributedDataParallel has not averaged its gradient" in result.said[0], result.out
+
+
+def test_drop_last_may_change_until_the_first_smaller_batch(place):
+    """A model with batch norm may fail at it, and the first epoch need not be trained again."""
+    folder, leaves = (
+        place("dropped"),
+        "\n        if job.steps_done == 3 and os.environ['LEAVES']: job.save(); raise SystemExit(75)",
+    )
+    body = f"{LOOP}job.step()".replace("batch_size=8", "batch_size=12, drop_last=DROPS")
+    codes = [
+        wrong(folder, body.replace("DROPS", drops) + leaves, LEAVES=leave).code
+        for drops, leave in (("False", "1"), ("True", ""), ("False", ""))
+    ]
+    assert codes == [75, 0, 2]
 
 
 def test_a_mistake_in_the_loop_is_told_once_with_its_place(place):
