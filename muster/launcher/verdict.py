@@ -121,6 +121,8 @@ def decide_script(
         return Verdict(policy.restarts_as or COME_BACK, again, line + bound)
     if agent_code == UNMET or agent_code > SIGNALLED:
         line = "the nodes did not meet, or lost each other: see the agents' messages above"
+        if agent_code > SIGNALLED:
+            line = f"the agent of a node was ended by signal {agent_code - SIGNALLED}"
         return Verdict(policy.restarts_as or 1, False, line)
     line = f"failed (exit code {agent_code})" + (f": {said}" if said else "")
     if told:
