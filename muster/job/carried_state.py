@@ -42,7 +42,7 @@ def carried(
             shared = {name: each.f_globals[name] for name in names if name in each.f_globals and name not in own}
             for name, value in {**shared, **values_of(each, names)}.items():
                 kind = STATE if _is_state(value, tracked) else kinds.get(name) if _is_number(value) else None
-                if kind in (BEST, COUNT) and isinstance(value, float) and value in rates:
+                if kind in (BEST, COUNT) and isinstance(value, float) and value and value in rates:
                     kind = RATE
                 if kind:
                     yield name, SourceLine(each.f_code.co_filename, line), kind

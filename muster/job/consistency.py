@@ -150,7 +150,7 @@ class Consistency:
         self._world.same("batches()", fixed, remedy="give every rank the same arguments and data", error=ConfigError)
         for name, value in facts.items():
             remedies = {"fingerprint": "restore the data", "seed": "give Job(seed=...) the one of before"}
-            if name == "drop_last" and saved and saved.step <= of_full_batches:
+            if name == "drop_last" and saved and saved.step < of_full_batches:
                 continue  # no smaller batch has been trained on yet, or dropped
             remedy = remedies.get(name, f"give batches() the {name} of before")
             self._refuse(name, value, remedy, within="batches")

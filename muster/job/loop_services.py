@@ -151,7 +151,6 @@ class LoopServices:
         """
         self.batch_source, facts, known = batch_source, dict[str, Any](), dict[str, Any]()
         if batch_source:
-            self.tracked.held.clear()  # the loop's samples are others
             self.consistency.refuse_batches(batch_source)
             facts, known = batch_source.facts, {"samples_per_epoch": batch_source.samples_per_epoch or None}
         self.world.on_first(partial(self._write_config, facts))
@@ -243,7 +242,6 @@ class LoopServices:
         is_due = self.intervals.is_due("save", self.reached) and not self.is_over
         self.owes_save, self._is_asked_to_save = is_due or self._is_asked_to_save, False
         self.watch.end_step(epoch=self.epoch, is_saved=self.owes_save)
-        self.tracked.hold()
         self.tracked.accumulation.end_step()
         self.trainee.end_step()
         self.is_within = False

@@ -74,7 +74,7 @@ class Tracked:
         self.modules = {name: unwrapped(thing) for name, thing in things.items() if isinstance(thing, nn.Module)}
         self.are_compiled = any(map(_is_compiled, things.values()))
         trained = [each for each in things.values() if isinstance(each, nn.Module) and _is_trained(each)]
-        self.are_in_ddp = all(isinstance(each, DistributedDataParallel) for each in trained)
+        self.are_in_ddp = bool(trained) and all(isinstance(each, DistributedDataParallel) for each in trained)
         self.optimizers = {name: thing for name, thing in things.items() if isinstance(thing, Optimizer)}
         self.others = {name: things[name] for name in things.keys() - self.modules.keys() - self.optimizers.keys()}
         self._names = dict(self._named_parameters())
@@ -91,12 +91,8 @@ class Tracked:
                 _check_plain(name, value)
             elif value.layout != torch.strided:
                 raise ConfigError(SPARSE.format(name=name))
-        self.held: dict[str, Any] = {}
-        """By name, the states that iterables had when the last step was counted, which are saved in place of those of now."""
         for name, other in self.others.items():
-            _check_plain(name, state := other.state_dict())
-            if hasattr(other, "__iter__"):
-                self.held[name] = host_copy(state)
+            _check_plain(name, other.state_dict())
         self._saved_buffers = {*self._buffers()}
         self._built_buffers = {name: _built(buffer) for name, buffer in self._unsaved_buffers()}
         self._changed_buffers: set[str] = set()
@@ -207,10 +203,6 @@ class Tracked:
         others = self._of_others(gradients)
         return found | self._of_optimizers() | pieces | kept_buffers(buffers, self.world) | others
 
-    def hold(self) -> None:
-        """Hold the states of iterables: a loop that iterates by itself takes a batch before the step that it is for."""
-        self.held = {name: host_copy(self.others[name].state_dict()) for name in self.held}
-
     def replica(self) -> dict[str, Any]:
         """Return this rank's state of modules and optimizers, with its own buffers; no communication."""
         return self._of_modules() | self._of_optimizers()
@@ -224,7 +216,7 @@ class Tracked:
             ]
             for name, optimizer in self.optimizers.items()
         }
-        return groups | {name: self._of_other(name) for name in self.others}
+        return groups | {name: host_copy(other.state_dict()) for name, other in self.others.items()}
 
     def of_optimizers(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._of_optimizers().items() if isinstance(value, Tensor)}
@@ -339,10 +331,7 @@ class Tracked:
         except (RuntimeError, ValueError, KeyError) as error:
             raise ConfigError(f"the checkpoint does not fit what is tracked: {error}") from error
         for name, other in self.others.items():
-            found = self._of_this_rank(name, state)
-            if name in self.held:
-                self.held[name] = host_copy(found)
-            other.load_state_dict(found)
+            other.load_state_dict(self._of_this_rank(name, state))
         self._put_unsaved({**below(state, UNSAVED), **below(own, UNSAVED)})
         before = state.get(FROZEN)
         self._frozen_again = [] if before is None else [name for name in self.frozen() if name not in before]
@@ -441,7 +430,7 @@ class Tracked:
 
         What differs between ranks has their prefix; frozen names are then left out.
         """
-        values = {name: self._of_other(name) for name in sorted(self.others)}
+        values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
         values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients.items() if not in_pieces(each)}
         values[ZEROED], values[FROZEN] = self.accumulation.zeroed(gradients), self.frozen()
         digests = self.world.gather([_digest(value) for value in values.values()])
@@ -452,9 +441,6 @@ class Tracked:
                 continue
             kept[name if is_shared else f"{own_prefix(self.world.rank)}{name}"] = value
         return kept
-
-    def _of_other(self, name: str) -> Any:
-        return self.held[name] if name in self.held else host_copy(self.others[name].state_dict())
 
     def _optimizer_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[tuple[str, Tensor]]:
         parameters = self.named

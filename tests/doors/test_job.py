@@ -1288,16 +1288,18 @@ def test_a_model_whose_gradients_ddp_has_not_averaged_is_refused_with_what_keeps
 
 def test_drop_last_may_change_until_the_first_smaller_batch(place):
     """A model with batch norm may fail at it, and the first epoch need not be trained again."""
-    folder, leaves = (
-        place("dropped"),
-        "\n        if job.steps_done == 3 and os.environ['LEAVES']: job.save(); raise SystemExit(75)",
-    )
-    body = f"{LOOP}job.step()".replace("batch_size=8", "batch_size=12, drop_last=DROPS")
-    codes = [
-        wrong(folder, body.replace("DROPS", drops) + leaves, LEAVES=leave).code
-        for drops, leave in (("False", "1"), ("True", ""), ("False", ""))
-    ]
-    assert codes == [75, 0, 2]
+    leaves = "\n        if job.steps_done == int(os.environ['LEAVE']): job.save(); raise SystemExit(75)"
+    body = f"{LOOP}job.step()".replace("batch_size=8", "batch_size=12, drop_last=DROPS") + leaves
+    folders = {at: place(f"at-{at}") for at in (2, 3)}
+
+    def codes(at, *drops):
+        return [
+            wrong(folders[at], body.replace("DROPS", each), LEAVE=str(0 if number else at)).code
+            for number, each in enumerate(drops)
+        ]
+
+    assert codes(2, "False", "True", "False") == [75, 0, 2]
+    assert codes(3, "False", "True") == [75, 2], "whether the third batch ends the epoch has been told already"
 
 
 def test_a_mistake_in_the_loop_is_told_once_with_its_place(place):

@@ -1,7 +1,7 @@
 """A loop that saves amid a step, after the backward pass and before `optimizer.step()`: `python amid.py FOLDER`.
 
 FORM: best: by an evaluation; exit: and leaves with 75 at step 10; late: after `optimizer.step()`; stop: it is told to stop there; own: it iterates by itself, and
-saves after the step, once the average has followed; top: and is told to stop at the top of a body; bare: it catches what
+saves after the step, once the average has followed; bare: it catches what
 ends the batches when it is told to stop. WITH=1: in a `with` block. NORM=1: with batch norm; TEACHER=1: with an average that follows before the pass. EVERY: the steps of the
 job in one of the optimizer, from step FROM. TAIL=1: that comes after `job.step()`. LEAVE: save and leave with 75 after this step. END_AT: SIGKILL in the body after this step.
 """
@@ -24,27 +24,16 @@ END_AT, FROM = int(os.environ.get("END_AT", "0")), int(os.environ.get("FROM", "0
 DATA = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.ones(64))
 
 
-class Loader:
-    """Batches whose place is in its state, as torchdata's StatefulDataLoader has it."""
-
-    next = 0
-
-    def __iter__(self):
-        while self.next < 24:
-            at, self.next = self.next % 8 * 8, self.next + 1
-            yield DATA[at : at + 8]
-
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
-
-
-def batches(job, loader):
+def batches(job):
     if FORM == "bare":
         return caught(job)
-    return loader if FORM in ("own", "top") else job.batches(DATA, batch_size=8, epochs=3)
+    return own(job) if FORM == "own" else job.batches(DATA, batch_size=8, epochs=3)
+
+
+def own(job):
+    while job.steps_done < 24:
+        at = job.steps_done % 8 * 8
+        yield DATA[at : at + 8]
 
 
 def caught(job):
@@ -73,11 +62,8 @@ def main(job):
     model = DistributedDataParallel(net) if job.world_size > 1 else net
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     teacher = copy.deepcopy(net).requires_grad_(False)
-    loader = Loader()
-    job.track(model=model, optimizer=optimizer, loader=loader, **({"teacher": teacher} if TEACHER else {}))
-    for x, y in batches(job, loader):
-        if FORM == "top" and END_AT and job.steps_done == 10 and stops(job):
-            break
+    job.track(model=model, optimizer=optimizer, **({"teacher": teacher} if TEACHER else {}))
+    for x, y in batches(job):
         if TAIL and (job.steps_done <= FROM or job.steps_done % EVERY == 0):
             optimizer.zero_grad()
         if TEACHER and FORM != "own":
@@ -86,7 +72,7 @@ def main(job):
         loss.backward()
         if FORM == "bare" and END_AT and job.steps_done == 10:
             os.kill(os.getpid(), signal.SIGTERM)
-        if job.steps_done in (5, 10, 20) and FORM not in ("own", "top", "bare"):
+        if job.steps_done in (5, 10, 20) and FORM not in ("own", "bare"):
             if FORM == "best":
                 job.evaluate(DATA, lambda batch: {"loss": (net(batch[0])[:, 0] - batch[1]).pow(2)}, best="loss")
             elif FORM == "stop" and END_AT and job.steps_done == 10:
