@@ -29,6 +29,7 @@ TRAIN_ALIKE = (
     "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step(); ranks that train apart for some steps "
     "do so in a `with` block in place of run(), and average before each save"
 )
+SORTED = ", in the same order: sort what os.listdir() or glob() returns"
 UNAVERAGED = (
     "its DistributedDataParallel has not averaged its gradient; a parameter that no loss reaches keeps it from that (freeze it by requires_grad_(False), "
     "or give find_unused_parameters=True), and so do no_sync() and a call of model.module"
@@ -52,8 +53,8 @@ HOOK = (
     "whose state_dict() and load_state_dict() are that state's, or register the hook without one"
 )
 WHOLE = (
-    "the loader's {sampler} does not divide the samples: each of {ranks} ranks would train on the same ones; write {line}, or give the loader "
-    "sampler=DistributedSampler(dataset) (with num_replicas=1, rank=0 if the ranks share a model that needs the same samples)"
+    "the loader's {sampler} does not divide the samples: each of {ranks} ranks would train on the same ones; write {line}, whose batch_size is that of all ranks "
+    "together, or give the loader sampler=DistributedSampler(dataset) (with num_replicas=1, rank=0 if the ranks share a model that needs the same samples)"
 )
 RATES = (
     "{name} is {first} on rank 0 and {own} on rank {rank}, so the ranks train by other rules: step a schedule such as ReduceLROnPlateau with "
@@ -146,10 +147,14 @@ class Consistency:
     def _refuse_data(self, source: BatchSource) -> None:
         facts, saved = source.facts, self._start.saved
         of_full_batches = source.samples_per_epoch // facts.get("batch_size", 1)
-        fixed = ", ".join(f"{name}={value}" for name, value in facts.items())
-        self._world.same("batches()", fixed, remedy="give every rank the same arguments and data", error=ConfigError)
+        first: dict[str, Any] = self._world.broadcast(facts)
+        found = self._world.gather([name for name, value in facts.items() if first.get(name) != value])
+        apart = {name for names in found for name in names}
+        fixed = ", ".join(f"{name}={value}" for name, value in facts.items() if name in apart)
+        remedy = f"give every rank the same arguments and data{SORTED if 'fingerprint' in apart else ''}"
+        self._world.same("batches()", fixed, remedy=remedy, error=ConfigError)
         for name, value in facts.items():
-            remedies = {"fingerprint": "restore the data", "seed": "give Job(seed=...) the one of before"}
+            remedies = {"fingerprint": f"restore the data{SORTED}", "seed": "give Job(seed=...) the one of before"}
             if name == "drop_last" and saved and saved.step < of_full_batches:
                 continue  # no smaller batch has been trained on yet, or dropped
             remedy = remedies.get(name, f"give batches() the {name} of before")
