@@ -110,14 +110,17 @@ class BadHost(ConfigError):
 
 
 class RankLost(MusterError):
-    """A rank is gone, hangs or failed first; the launcher restarts the group. `rank` and `host` name it, if known."""
+    """A rank is gone, hangs or failed first; the launcher restarts the group. `rank` and `host` name it, if known.
+
+    hangs: it, or all ranks, make no progress.
+    """
 
     exit_code = 1
     outcome = "rank_lost"
 
-    def __init__(self, message: str, *, rank: int | None = None, host: str | None = None):
+    def __init__(self, message: str, *, rank: int | None = None, host: str | None = None, hangs: bool = False):
         super().__init__(message)
-        self.rank, self.host = rank, host
+        self.rank, self.host, self.hangs = rank, host, hangs
 
 
 def of_code(exit_code: int, message: str) -> MusterError:

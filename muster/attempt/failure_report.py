@@ -206,13 +206,13 @@ class FailureReport:
         origin = error.origin if isinstance(error, MusterError) else None
         here = (self.world.rank if self.world else 0, socket.gethostname())
         rank, host = lost_one or origin or here
-        steps = [step for step in (self.step, self.entered) if step is not None]
+        step = self.step
+        if isinstance(error, RankLost) and error.hangs and None not in (step, self.entered):
+            step = min(step or 0, self.entered or 0)  # some ranks have counted theirs
         return {
             "outcome": error.outcome if isinstance(error, MusterError) else "failed",
             "exit_code": code,
-            "step": min(steps)
-            if steps and isinstance(error, RankLost)
-            else self.step,  # in a hang, some ranks have counted theirs
+            "step": step,
             "rank": rank,
             "failed_host": host,
             "error": in_words(error).removeprefix(f"rank {rank}: "),

@@ -132,7 +132,10 @@ def fault(seen: Outlook | None, mine: Phase, *, timeout_s: float, patient: bool)
     where = "; ".join(f"{one.name} is in {one.where}" for one in seen.behind)
     if seen.all_behind:
         return RankLost(
-            f"no rank has made progress {period}: {where}: collectives that do not match, or a network that loses data"
+            f"no rank has made progress {period}: {where}: collectives that do not match, or a network that loses data",
+            hangs=True,
         )
     first = seen.behind[0]
-    return RankLost(f"{where} and has made no progress {period} or longer", rank=first.rank, host=first.host)
+    return RankLost(
+        f"{where} and has made no progress {period} or longer", rank=first.rank, host=first.host, hangs=True
+    )
