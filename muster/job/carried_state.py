@@ -60,6 +60,39 @@ def enumerated(frame: FrameType | None) -> str:
     return ""
 
 
+def early(frame: FrameType | None, iterables: set[int]) -> tuple[str, SourceLine] | None:
+    """Return what saves or asks to stop before `job.step`, from which `frame` was called, in a loop over one of `iterables`; None without it.
+
+    iterables: ids of objects whose state goes on as the loop takes a batch from them.
+    """
+    for each in own_frames(frame):
+        loop, line = loop_of(each) or (None, 0)
+        if not isinstance(loop, ast.For) or iterables.isdisjoint(map(id, _values_in(loop.iter, each))):
+            continue
+        at = each.f_lineno - line + loop.lineno
+        named = [part for part in parts(loop) if isinstance(part, ast.Attribute)]
+        jobs = {
+            ast.dump(one.value) for one in named if one.attr == "step" and one.lineno <= at <= (one.end_lineno or 0)
+        }
+        calls = [part for part in parts(loop) if isinstance(part, ast.Call)]
+        chooses = {id(call.func) for call in calls if any(one.arg == "best" for one in call.keywords)}
+        for one in named:
+            asks = one.attr in ("save", "should_stop") or (one.attr == "evaluate" and id(one) in chooses)
+            if asks and one.lineno < at and ast.dump(one.value) in jobs:
+                return ast.unparse(one), SourceLine(each.f_code.co_filename, one.lineno + line - loop.lineno)
+    return None
+
+
+def _values_in(node: ast.AST, frame: FrameType) -> Iterator[object]:
+    """Yield the values of the variables, and of their attributes, that `node` names."""
+    found = {**frame.f_globals, **values_of(frame, _loaded(node))}
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield found.get(part.id)
+        elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
+            yield getattr(found.get(part.value.id), "__dict__", {}).get(part.attr)
+
+
 def own_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield the frames of the script's own functions that have called `frame`; what is around `Job.run` is no part of the job."""
     is_in_own = False

@@ -24,7 +24,7 @@ from muster.checkpoint.tensor_versions import Changes
 from muster.data.fingerprint import hash_of, look
 from muster.errors import ConfigError
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, parts_of, read_now
-from muster.job.carried_state import BEST, COUNT, RATE, STATE, carried, enumerated, own_frames
+from muster.job.carried_state import BEST, COUNT, RATE, STATE, carried, early, enumerated, own_frames
 from muster.job.own_objects import OwnDraws, OwnNumbers, OwnTensors, memory_of
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import REPLICATED, Reached
@@ -67,6 +67,10 @@ OWN_GENERATOR = (
 OWN_LOADER = (
     "the loop reads a DataLoader by itself: after a resume, the death of a rank, or the end of the run if the command is repeated, it begins with the "
     "loader's first batch again, unless your code goes on from job.steps_done{more}; give the loader to job.batches(), which goes on with the next batch"
+)
+EARLY = (
+    "{call} ({line}) comes before job.step() in the loop over a tracked loader, which has gone on to the next batch: a checkpoint or a stop there leaves that batch "
+    "out, and a resume never trains on it; call it after job.step()"
 )
 SAME_ORDER = (
     "the loop's DistributedSampler has the same epoch as an epoch ago, so the samples come in the same order: call sampler.set_epoch(epoch), or give "
@@ -227,8 +231,10 @@ class LoopWatch:
             self._tell(f"carried {', '.join(names)}", text + remedy)
         if self._batch_source and (name := enumerated(sys._getframe())):
             self._tell("enumerate", ENUMERATED.format(name=name))
-        is_tracked = any(hasattr(each, "__iter__") for each in self._tracked.others.values())
-        if self._batch_source is None and not is_tracked and (batches := read_now()) is not None:
+        loaders = {id(each) for each in self._tracked.others.values() if hasattr(each, "__iter__")}
+        if self._batch_source is None and (found_early := early(sys._getframe(), loaders)):
+            self._tell("early call", EARLY.format(call=found_early[0], line=found_early[1]))
+        if self._batch_source is None and not loaders and (batches := read_now()) is not None:
             apart = self._world.size > 1 and is_undivided(batches)
             more = UNDIVIDED.format(sampler=type(batches.sampler).__name__) if apart else ""
             self._tell("own loader", OWN_LOADER.format(more=more))

@@ -345,6 +345,50 @@ def test_a_loader_that_gives_all_ranks_the_same_samples_is_refused_or_noted(plac
         assert len(others) == len(same) == (form == "divided")
 
 
+TRACKED_LOADER = """
+import os, sys, torch, muster
+
+class Loader:
+    \'\'\'Numbers from 0, whose place is in its state, as torchdata's StatefulDataLoader has it.\'\'\'
+    next = 0
+
+    def __iter__(self):
+        while self.next < 8:
+            self.next += 1
+            yield self.next - 1
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+with muster.Job("run", tensorboard=False, log_every=1) as job:
+    model, loader = torch.nn.Linear(1, 1), Loader()
+    job.track(model=model, loader=loader)
+    for number, place in enumerate(loader):
+        BODY
+        if os.environ.get("LEAVES") and job.steps_done == 5:
+            sys.exit(75)
+    job.save()
+"""
+
+
+def test_a_save_before_the_step_in_a_loop_over_a_tracked_loader_is_noted(place):
+    save, step = "if job.steps_done == 4: job.save()", "job.step(place=place)"
+    for body, places, said in (
+        ((save, step), [0, 1, 2, 3, 5, 6, 7], ["job.save (loader.py:23)"] * 2),  # 4 is left out
+        ((step, save), [0, 1, 2, 3, 4, 5, 6, 7], []),
+    ):
+        folder = place(body[0][:2])
+        (folder / "loader.py").write_text(TRACKED_LOADER.replace("BODY", "\n        ".join(body)))
+        for leaves, code in (("1", 75), ("", 0)):
+            done = run(folder, script="loader", to="", code=code, LEAVES=leaves)
+        assert [line["place"] for line in done.lines("train")] == places
+        told = [line["text"] for line in done.events("note") if "in the loop over a tracked loader" in line["text"]]
+        assert [text.partition(" comes")[0] for text in told] == said
+
+
 LEFT_OUT = """
 import os, time, torch, muster
 from torch import nn
