@@ -36,6 +36,10 @@ __all__ = ["Job", "callbacks", "launch", "load", "submit"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("torch-muster")
     if name not in PUBLIC:
         raise AttributeError(f"module 'muster' has no attribute {name!r}; public names: {', '.join(PUBLIC)}")
     return pkgutil.resolve_name(PUBLIC[name])

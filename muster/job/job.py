@@ -448,7 +448,7 @@ class Job(JobOptions):
         return self._services
 
     def _going_on(self, what: str) -> LoopServices:
-        """Raises what has ended the loop's steps, and what it has caught then, as by a bare `except`."""
+        """Raise again what has ended the loop's steps, if the loop has caught it, as by a bare `except`."""
         services = self._tracked(what)
         if services.raised:
             raise services.raised

@@ -317,10 +317,10 @@ class Rank(SubprocessHandler):
 
 
 def told_in(path: str) -> str:
-    """Return the message in an error file of torchrun's; empty without one."""
+    """Return the message in an error file of torchrun's, in one line; empty without one."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         told = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
-        return str(told["message"] if isinstance(told, dict) else told)
+        return " ".join(str(told["message"] if isinstance(told, dict) else told).split())
     return ""
 
 

@@ -21,6 +21,7 @@ from kit.loopback import children
 from kit.until import until
 from kit.warm import run as start
 
+import muster
 from muster.launcher.spec import UNSHARED
 from muster.train.config import choices, sweeper
 from muster.train.config import compose as composition
@@ -454,7 +455,8 @@ def test_muster_refuses_a_tool_that_there_is_not(tmp_path):
     done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "did you mean doctor?" in done.stderr, done.stderr
     line[3:] = ["--version"]
-    assert subprocess.run(line, env=environment(), capture_output=True, text=True).stdout.startswith("muster 0.")
+    said = subprocess.run(line, env=environment(), capture_output=True, text=True).stdout
+    assert said.startswith("muster 0.") and said == f"muster {muster.__version__}\n"
     line[3:] = ["--help"]
     shown = subprocess.run(line, env=environment(), capture_output=True, text=True).stdout
     assert all(

@@ -384,6 +384,14 @@ def test_what_the_agent_of_a_script_exits_with(ended, told, code):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("told", ["rank 1: no\n memory", {"message": "rank 1: no\n memory", "extraInfo": {}}])
+def test_what_a_rank_has_told_torchrun_is_read_in_one_line(tmp_path, told):
+    (tmp_path / "error.json").write_text(json.dumps({"message": told}))
+    assert script_agent.told_in(str(tmp_path / "error.json")) == "rank 1: no memory"
+    assert script_agent.told_in(str(tmp_path / "none.json")) == ""
+
+
+@pytest.mark.unit
 def test_both_sides_of_the_agent_of_a_script_mean_the_same():
     """The agent imports nothing of the kit, so it repeats some names."""
     assert (script_agent.COME_BACK, script_agent.UNMET) == (verdict.COME_BACK, verdict.UNMET)
