@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from muster.checkpoint.schemas import read_best
 from muster.errors import ConfigError, MusterError, tell
 from muster.faults import lost_output
 from muster.job.bootstrap import await_saved
@@ -128,8 +129,7 @@ def summary(source: Source) -> list[str]:
     of_model = _of_job(source) if is_of_job(config_of(source.run)) else _of_trainer(source)
     where = source.saved.path if source.saved else str(source.run / "model.pt")
     lines = [*of_model, f"weights     {where}{'' if source.step is None else f', step {source.step}'}"]
-    found = [line for line in jsonl.read(source.run / jsonl.NAME) if line["kind"] == "eval"]
-    values = next((_values(line) for line in reversed(found) if line["step"] == source.step), [])
+    values = _values(source)
     return [*lines, f"metrics     {'  '.join(values)}"] if values else lines
 
 
@@ -145,11 +145,15 @@ def _of_job(source: Source) -> list[str]:
     return [f"modules     {', '.join(source.modules())}, built by the script of the run (muster.Job)"]
 
 
-def _values(line: Mapping[str, Any]) -> list[str]:
-    known = ("kind", "step", "epoch", "time", "seconds")
-    return [
-        f"{name} {value:.6g}" for name, value in line.items() if name not in known and isinstance(value, float | int)
-    ]
+def _values(source: Source) -> list[str]:
+    """Return what the evaluations of these weights have measured; of two with one name, the last, or that which was the best."""
+    known, values = ("kind", "step", "epoch", "time", "seconds"), dict[str, Any]()
+    here = [line for line in jsonl.read(source.run / jsonl.NAME) if line["kind"] == "eval" and line["step"] == source.step]
+    if (best := read_best(source.run)) and best.step == source.step:
+        here.sort(key=lambda line: line.get(best.metric) == best.value)
+    for line in here:
+        values |= {name: value for name, value in line.items() if name not in known}
+    return [f"{name} {value:.6g}" for name, value in values.items() if isinstance(value, float | int)]
 
 
 def call_of(source: Source, checkpoint: str | None) -> str:

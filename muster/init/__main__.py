@@ -46,9 +46,10 @@ def main() -> int:
         if ".gitignore" in left and not given.check:  # both are a user's own from the first edit on
             if lacking := sorted(patterns(left[".gitignore"]) - patterns(read(here / ".gitignore"))):
                 say(f"left as is .gitignore, which has no {', '.join(lacking)}", sys.stdout)
-        if "docker/Dockerfile" in wanted and not mine.has_packages and (here / "pyproject.toml").is_file():
+        listed = next((name for name in ("pyproject.toml", "setup.py") if (here / name).is_file()), "")
+        if "docker/Dockerfile" in wanted and not mine.has_packages and listed:
             say(
-                "docker/Dockerfile installs no packages of your own: list those of pyproject.toml in requirements.txt first",
+                f"docker/Dockerfile installs no packages of your own: list those of {listed} in requirements.txt first",
                 sys.stdout,
             )
         return check(here, wanted) if given.check else write(here, wanted)

@@ -36,7 +36,7 @@ from muster.data.own_generators import KINDS, seed_one
 from muster.data.stream import Stream
 from muster.data.weights import weights_of
 from muster.errors import ConfigError
-from muster.sample_plan import Plan
+from muster.sample_plan import Plan, Share
 from muster.world.counts import counted as checked
 
 PARTS = ("sampler", "batch_sampler", "dataset", "data_source")
@@ -78,6 +78,7 @@ class BatchSource(Protocol):
 
     total_steps: of the whole run. samples_per_epoch: 0 if unknown. source: the loop's own data set or loader.
     facts: what identifies the batches; a resume with others is refused.
+    last_count: samples of an epoch's last batch if a rank has at most one of them, and the run comes to it; else 0.
     """
 
     source: Any
@@ -86,6 +87,7 @@ class BatchSource(Protocol):
     steps_per_epoch: int
     samples_per_epoch: int
     facts: dict[str, Any]
+    last_count: int
 
     def samples_before(self, step: int) -> int:
         """Return the number of samples in the steps before `step`; 0 if unknown."""
@@ -112,6 +114,13 @@ class PlannedSource:
             "seed": plan.seed,
             "fingerprint": fingerprint(dataset),
         }
+        share, count = loader.share, plan.count(plan.steps_per_epoch - 1)
+        smallest = min(
+            end - begin
+            for _, begin, end in Share(share.world_size - 1, share.world_size, share.micro_batch_size).cuts(count)
+        )
+        is_short = count < plan.batch_size and total_steps >= plan.steps_per_epoch
+        self.last_count = count if is_short and smallest <= 1 else 0
 
     def samples_before(self, step: int) -> int:
         return self.plan.samples_before(step)
@@ -153,7 +162,7 @@ class LoaderSource:
         self.total_steps, self.device = total_steps, device
         self.seed, self.rank = seed, rank
         self.steps_per_epoch, self.samples_per_epoch = len(loader), 0
-        self.facts = {"steps_per_epoch": self.steps_per_epoch, "seed": seed}
+        self.facts, self.last_count = {"steps_per_epoch": self.steps_per_epoch, "seed": seed}, 0
 
     @property
     def is_whole(self) -> bool:

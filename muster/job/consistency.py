@@ -40,10 +40,18 @@ DRAWN = (
 )
 SEEDED = (
     "torch.manual_seed({own}) before the job does not seed it: the order of samples and all that is drawn in the job follow from its seed={seed}; "
-    "give Job(seed={own})"
+    "give Job(seed={own}), the same number in every attempt and on every rank"
 )
 BEYOND = "the run is at step {step}, and batches() ends with step {steps}: nothing is trained, and model.pt has the weights of step {step}"
 OWN_CHANGED = "values of own= have changed since {path} was written: {values}"
+RESET = (
+    "{name} was {before} when track() had restored it, and is {now}: set after track() beside a schedule, it undoes the schedule's steps in every attempt; change it "
+    "once, together with the schedule's base_lrs, which a checkpoint holds (docs/your-own-loop.md, Another learning rate)"
+)
+ONE_SAMPLE = (
+    "an epoch's last batch, of size {count}, leaves a rank one sample at most ({ranks}), and {layer} needs two unless each has several values of a "
+    "channel: without them the run ends there; give batches(drop_last=True), or choose another batch_size or number of ranks"
+)
 BUFFERS = (
     "{name} was another on each of the {before} ranks that saved it, and here are {now}: all go on with rank 0's, so what follows from it is not as "
     "in an undisturbed run; resume with {before} ranks if it holds samples of each rank"
@@ -75,10 +83,14 @@ class Consistency:
         self.built = self._built()
         """The options with which the run has begun; empty if they are not known."""
         self._generators = dict[str, str]()
+        self._rates, self._base_rates = dict[str, float](), dict[str, Any]()
+        """As `track` has restored them; empty in a run that begins."""
 
     def begin(self) -> None:
-        """Note the state of the random number generators: nothing may draw until the batches are asked for."""
+        """Note the state of the random number generators: nothing may draw until the batches are asked for. Note the rates."""
         self._generators = state_of_generators()
+        if self._start.saved or self._world.again:
+            self._rates, self._base_rates = self._tracked.rates(), self._tracked.base_rates()
 
     def refuse_unequal(self) -> None:
         """Raise ConfigError if the ranks' parameters differ. Collective."""
@@ -109,14 +121,17 @@ class Consistency:
         """Yield what an attempt that begins at `step` differs in, and what no checkpoint holds."""
         if source and (text := note_of(source.facts.get("fingerprint", ""))):
             yield text
-        changed = [
-            name
-            for name in self._own.keys() & self._own_before.keys()
-            if str(self._own[name]) != str(self._own_before[name])
-        ]
-        if changed and (saved := self._start.saved):
-            values = ", ".join(f"{name}={self._own_before[name]} is now {self._own[name]}" for name in sorted(changed))
+        if (values := self._own_changed()) and (saved := self._start.saved):
             yield OWN_CHANGED.format(values=values, path=saved.path)
+        if self._base_rates and self._base_rates == self._tracked.base_rates():
+            rates = self._tracked.rates()
+            for name, before in self._rates.items():
+                if name.endswith(".lr") and rates.get(name, before) != before:
+                    yield RESET.format(name=name, before=f"{before:g}", now=f"{rates[name]:g}")
+                    break
+        if source and (count := source.last_count) and (layer := self._tracked.needs_two()):
+            ranks = f"{self._world.size} ranks" if self._world.size > 1 else "1 rank"
+            yield ONE_SAMPLE.format(count=count, ranks=ranks, layer=layer)
         if source and step > source.total_steps:
             yield BEYOND.format(step=step, steps=source.total_steps)
         for name, state in hooks_with_state(self._tracked.modules.values()) if self._world.size > 1 else ():
@@ -144,6 +159,19 @@ class Consistency:
         if why := self._bootstrap.why_no_survival:
             yield WHY_NOT.format(key=JobTrainee.key, why=why)
 
+    @property
+    def _elsewhere(self) -> str:
+        """How to begin anew."""
+        if self._options.resume in ("auto", "never"):
+            return "use another folder"
+        return "begin at step 0 from its weights, by muster.load(RUN, into=model) before track(), and without resume="
+
+    def _own_changed(self) -> str:
+        """Return the values of the script's own that are not those of the attempt before, as `lr=0.1 is now 0.2`; empty without any."""
+        names = sorted(self._own.keys() & self._own_before.keys())
+        pairs = [(name, self._own_before[name], self._own[name]) for name in names]
+        return ", ".join(f"{name}={before} is now {now}" for name, before, now in pairs if str(before) != str(now))
+
     def _refuse_data(self, source: BatchSource) -> None:
         facts, saved = source.facts, self._start.saved
         of_full_batches = source.samples_per_epoch // facts.get("batch_size", 1)
@@ -154,7 +182,11 @@ class Consistency:
         remedy = f"give every rank the same arguments and data{SORTED if 'fingerprint' in apart else ''}"
         self._world.same("batches()", fixed, remedy=remedy, error=ConfigError)
         for name, value in facts.items():
-            remedies = {"fingerprint": f"restore the data{SORTED}", "seed": "give Job(seed=...) the one of before"}
+            changed = f" (of own=, {values})" if (values := self._own_changed()) else ""
+            remedies = {
+                "fingerprint": f"restore the data, and what is made of them{changed}{SORTED}",
+                "seed": "give Job(seed=...) the one of before",
+            }
             if name == "drop_last" and saved and saved.step < of_full_batches:
                 continue  # no smaller batch has been trained on yet, or dropped
             remedy = remedies.get(name, f"give batches() the {name} of before")
@@ -209,7 +241,7 @@ class Consistency:
                     if built_options.is_scheduled(self._tracked)
                     else ", and set another one after track(), in every attempt"
                 )
-                failure = ConfigError(f"{text}: build it as before{later}; or use another folder")
+                failure = ConfigError(f"{text}: build it as before{later}; or {self._elsewhere}")
             else:  # perhaps it follows from the number of ranks
                 self._loaded_instead = text
             self._is_other_length = any(built_options.is_length(self._tracked, each) for each in changed)
@@ -239,7 +271,7 @@ class Consistency:
         saved, failure = self._start.saved, None
         if self._is_other_length and saved and saved.manifest.get("total_steps") != total_steps:
             lengths = f"total_steps={saved.manifest.get('total_steps')}, and this is total_steps={total_steps}"
-            failure = ConfigError(f"{self._loaded_instead} ({lengths}): build it as before; or use another folder")
+            failure = ConfigError(f"{self._loaded_instead} ({lengths}): build it as before; or {self._elsewhere}")
         self._world.together(failure)
 
     def _refuse_draws(self) -> None:
@@ -259,7 +291,7 @@ class Consistency:
             kind = DataError if name == "fingerprint" else ConfigError
             raise kind(
                 f"{saved.path} was written with {name}={_listed(before)}, and this is {name}={_listed(value)}: {remedy}, or "
-                "use another folder"
+                f"{self._elsewhere}"
             )
 
 

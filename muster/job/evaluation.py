@@ -35,6 +35,10 @@ SWAPPED = (
     "the body of step {step} has changed the model since evaluate(best=...), as code that puts an average's weights in for it and takes them out again: "
     "the checkpoint that is kept has the weights of now; evaluate a module of its own that is tracked, as an EMA"
 )
+TWICE = (
+    "evaluate() gives {name} {what}: records, charts and `muster load` have both under one name; give each evaluation's values names of their own, such as "
+    "quick_{name}"
+)
 SAME = 0.05
 """A relative difference of what is measured twice at a step: a GPU may turn a sample."""
 EVALUATED = 8
@@ -156,6 +160,8 @@ class Evaluations:
         """The data set of the last evaluation that has chosen, held weakly, and its fingerprint."""
         self._compared: list[Callable[[], Any]] = []
         """The data sets of the first evaluations, held weakly."""
+        self._measured: dict[str, tuple[int, int]] = {}
+        """By name of a value, the step at which it was last measured, and over how many samples."""
 
     def refuse_other_samples(self, dataset: Any) -> None:
         """Raise DataError unless all ranks evaluate on the same samples, as far as some of them show. Collective."""
@@ -167,6 +173,16 @@ class Evaluations:
         remedy = "give all ranks the same samples, in the same order; the first and the last one are compared, of paths the names"
         seen = fingerprint(with_length(dataset, "evaluate"), most=2, paths=False)
         self._world.same("evaluate(): the data set", seen, remedy=remedy)
+
+    def twice(self, names: Iterable[str], *, step: int, size: int) -> str:
+        """Return a line if two evaluations give a value one name: at one step, or over unlike many samples; empty if not."""
+        for name in names:
+            before, self._measured[name] = self._measured.get(name), (step, size)
+            if before and before[1] != size:
+                return TWICE.format(name=name, what=f"of {before[1]} samples and of {size}")
+            if before and before[0] == step:
+                return TWICE.format(name=name, what=f"twice at step {step}")
+        return ""
 
     def choose(
         self,

@@ -345,6 +345,8 @@ class Job(JobOptions):
         if values is None:
             services.stop()
         services.peers.heartbeat.enter("step", self.steps_done)
+        if text := services.evaluations.twice(values, step=self.steps_done, size=len(dataset)):
+            services.tell_once("twice", text)
         if best is not None:
             services.choose(values, dataset, metric=best, mode=best_mode)
         return values

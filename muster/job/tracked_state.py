@@ -114,6 +114,21 @@ class Tracked:
         rate = optimizer.param_groups[0].get("lr")
         self._used_lr = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
+    def base_rates(self) -> dict[str, list[float]]:
+        """Return the rates from which tracked schedules of torch's begin, by the schedules' names."""
+        schedules = {name: each for name, each in self.others.items() if isinstance(each, LRScheduler)}
+        return {name: [float(rate) for rate in getattr(each, "base_lrs", ())] for name, each in schedules.items()}
+
+    def needs_two(self) -> str:
+        """Return the name and kind of a layer that is trained on two samples or more, if these are of one value each; empty without one."""
+        found = (
+            f"{name}.{part}".rstrip(".")
+            for name, module in self.modules.items()
+            for part, each in module.named_modules()
+            if isinstance(each, nn.BatchNorm1d) and each.training
+        )
+        return next((f"{name} (BatchNorm1d)" for name in found), "")
+
     def rates(self) -> dict[str, float]:
         """Return the present numbers of all optimizers' groups, and of schedules: `{"optimizer.1.lr": 0.1, "schedule.best": 2.0}`."""
         groups = {

@@ -4,9 +4,11 @@ import difflib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from itertools import chain
 
 import pytest
@@ -20,6 +22,7 @@ from muster.job.batch_source import LoaderSource
 from muster.launcher.spec import UNSHARED
 from muster.report.figures import marks
 from muster.report.history import History
+from muster.train import load
 
 STEPS = 27  # three epochs of 100 samples in batches of 12: nine steps each, the last one with four samples
 
@@ -1640,6 +1643,80 @@ def test_weights_that_are_put_in_for_the_best_evaluation_and_taken_out_again_are
     assert any("has changed the model since evaluate(best=...)" in text for text in notes(result)), result.out
     alone = wrong(place("alone"), f"{LOOP}{within}; {evaluate}")
     assert alone.code == 0 and not notes(alone), alone.out
+
+
+def test_two_evaluations_whose_values_have_one_name_are_told(place):
+    """No record, chart or `muster load` could tell them apart."""
+
+    def told(name, *evaluations):
+        each = [f"job.evaluate({data}, lambda batch: {{'{name}': batch[0][:, 0]}})" for data, name in evaluations]
+        return notes(wrong(place(name), f"{LOOP}job.step()\n        if job.ends_epoch: {'; '.join(each)}"))
+
+    [text] = told("lengths", ("data", "accuracy"), ("[*data][:7]", "accuracy"))
+    assert text.startswith("evaluate() gives accuracy of 40 samples and of 7: records, charts"), text
+    [text] = told("step", ("data", "accuracy"), ("[*data]", "accuracy"))
+    assert text.startswith("evaluate() gives accuracy twice at step 5: records, charts"), text
+    assert not told("named", ("data", "accuracy"), ("[*data][:7]", "quick_accuracy"))
+    best = "job.evaluate({}, lambda batch: {{'accuracy': {} * batch[0][:, 0]}}{})"
+    calls = f"{best.format('data', 0.5, ', best=' + repr('accuracy'))}; {best.format('[*data][:7]', 0.9, '')}"
+    chosen = wrong(place("chosen"), f"{LOOP}job.step()\n        if job.ends_epoch: {calls}")
+    assert chosen.code == 0 and "metrics     accuracy 0.5" in load.summary(load.open_source(chosen.folder, "best"))
+
+
+def test_a_batch_that_is_too_small_for_batch_norm_is_told_when_the_run_begins(place):
+    """It ends the run, an epoch later."""
+    body = LOOP.replace("batch_size=8", "batch_size={}").replace("model=model", "model=nn.BatchNorm1d(1), other=model")
+    for name, batch_size, said in (
+        (
+            "one",
+            "13",
+            [
+                "an epoch's last batch, of size 1, leaves a rank one sample at most (1 rank), and model (BatchNorm1d) needs two"
+            ],
+        ),
+        ("dropped", "13, drop_last=True", []),
+        ("two", "19", []),
+    ):
+        result = wrong(place(name), f"{body.format(batch_size)}job.step()")
+        assert [text.partition(" unless")[0] for text in notes(result)] == said, result.out
+
+
+RATE_AGAIN = """
+import os, sys, torch, muster
+from torch import nn
+
+with muster.Job("run", tensorboard=False, log_every=1) as job:
+    model, new_lr = nn.Linear(1, 1), float(os.environ["RATE"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    job.track(model=model, optimizer=optimizer, schedule=schedule)
+    if os.environ["FORM"] == "anew" and new_lr != 0.1:
+        optimizer.param_groups[0]["lr"], schedule.base_lrs = new_lr, [new_lr]
+DOCUMENTED
+    for (x,) in job.batches(torch.utils.data.TensorDataset(torch.ones(32, 1)), batch_size=8, epochs=4):
+        model(x).square().mean().backward(), optimizer.step(), optimizer.zero_grad(), schedule.step()
+        job.step()
+        if job.steps_done == int(os.environ["LEAVE"]):
+            job.save()
+            sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("form", ["as-documented", "anew"])
+def test_another_rate_beside_a_schedule_is_set_once(place, form):
+    """Set anew after each `track`, it undoes the schedule's steps."""
+    text = (ROOT / "docs/your-own-loop.md").read_text()
+    [way] = re.findall(r"```python\n(if schedule.base_lrs.*?)```", text, flags=re.DOTALL)
+    folder = place(form)
+    documented = textwrap.indent(way, "    ") if form == "as-documented" else ""
+    (folder / "rates.py").write_text(RATE_AGAIN.replace("DOCUMENTED", documented))
+    for rate, leave, code in (("0.1", "5", 75), ("0.05", "9", 75), ("0.05", "0", 0)):
+        done = run(folder, script="rates", to="", code=code, FORM=form, RATE=rate, LEAVE=leave)
+    used = [line["lr"] for line in done.lines("train")]
+    right = [0.1] * 4 + [0.05] + [0.025] * 3 + [0.0125] * 4 + [0.00625] * 4
+    assert (used == pytest.approx(right)) == (form == "as-documented"), used
+    told = [each for each in notes(done) if each.startswith("optimizer.lr was 0.025 when track()")]
+    assert len(told) == (form == "anew") and len(notes(done)) == len(told), done.out
 
 
 def test_a_value_of_ones_own_that_has_changed_is_told_at_a_resume(place):
