@@ -278,7 +278,7 @@ class Heartbeat:
             return skipped
         if mine.age_s < self.timeout_s - BEAT_S:
             return None
-        waited = f" while rank {self.world.rank} waited for timeout_s={self.timeout_s:g}"
+        waited = f" while rank {self.world.rank} waited for dist.timeout_s={self.timeout_s:g}"
         found = self.silence(self.timeout_s / 2 - 3 * self.period_s, waited=waited)
         if not found and mine.age_s >= mine.limit_s - BEAT_S:
             found = self._fault(mine)

@@ -128,7 +128,7 @@ def fault(seen: Outlook | None, mine: Phase, *, timeout_s: float, patient: bool)
     """Return why the rank in `mine` must leave now; None while it must wait. `patient`: let the rank at fault report itself first."""
     if not seen or not seen.overdue or (patient and not seen.is_behind(mine)):
         return None
-    period = f"for timeout_s={timeout_s:g}"
+    period = f"for dist.timeout_s={timeout_s:g}"
     where = "; ".join(f"{one.name} is in {one.where}" for one in seen.behind)
     if seen.all_behind:
         return RankLost(

@@ -123,7 +123,7 @@ class Consistency:
             yield text
         if (values := self._own_changed()) and (saved := self._start.saved):
             yield OWN_CHANGED.format(values=values, path=saved.path)
-        if self._base_rates and self._base_rates == self._tracked.base_rates():
+        if source and self._base_rates and self._base_rates == self._tracked.base_rates():
             rates = self._tracked.rates()
             for name, before in self._rates.items():
                 if name.endswith(".lr") and rates.get(name, before) != before:

@@ -214,7 +214,7 @@ def test_a_stopped_rank_is_named_and_ended(job, ledger, rank):
         pid = cluster.workers(agent)[rank]
         with cluster.slowly():
             seconds = cluster.next_step(lambda: stop(pid))
-        waited = f"( while rank {1 - rank} waited for timeout_s=6)?"  # unless its collective has failed before
+        waited = f"( while rank {1 - rank} waited for dist.timeout_s=6)?"  # unless its collective has failed before
         assert re.search(rf"rank {rank} on [^:]+ sends no heartbeat{waited}: killed, stopped", cluster.log)
         assert seconds < 6 + 22  # torchrun ends what does not end by itself after 30 s; the figures are in bench/
         assert cluster.ended() == [0], cluster.log
@@ -231,7 +231,7 @@ def test_a_deadlocked_rank_says_where_it_stands(job, ledger, rank):
         assert cluster.ended() == [0], cluster.log
         cause = cluster.result().events("restart")[0]["cause"]
         assert f"rank {rank} on" in cause and "(step 29)" in cause and "parts/models.py" in cause and "forward" in cause
-        assert "for timeout_s=5" in cause
+        assert "dist.timeout_s=5" in cause
         assert_clean(cluster, ledger, steps=60)
 
 
