@@ -232,7 +232,7 @@ class LoopWatch:
         if self._batch_source and (name := enumerated(sys._getframe())):
             self._tell("enumerate", ENUMERATED.format(name=name))
         loaders = {id(each) for each in self._tracked.others.values() if hasattr(each, "__iter__")}
-        if self._batch_source is None and (found_early := early(sys._getframe(), loaders)):
+        if self._batch_source is None and loaders and (found_early := early(sys._getframe(), loaders)):
             self._tell("early call", EARLY.format(call=found_early[0], line=found_early[1]))
         if self._batch_source is None and not loaders and (batches := read_now()) is not None:
             apart = self._world.size > 1 and is_undivided(batches)
