@@ -44,9 +44,10 @@ SEEDED = (
 )
 BEYOND = "the run is at step {step}, and batches() ends with step {steps}: nothing is trained, and model.pt has the weights of step {step}"
 OWN_CHANGED = "values of own= have changed since {path} was written: {values}"
+RECIPE = "docs/your-own-loop.md, Another learning rate"
 RESET = (
     "{name} was {before} when track() had restored it, and is {now}: set after track() beside a schedule, it undoes the schedule's steps in every attempt; change it "
-    "once, together with the schedule's base_lrs, which a checkpoint holds (docs/your-own-loop.md, Another learning rate)"
+    f"once, together with the schedule's base_lrs, which a checkpoint holds ({RECIPE})"
 )
 ONE_SAMPLE = (
     "an epoch's last batch, of size {count}, leaves a rank one sample at most ({ranks}), and {layer} needs two unless each has several values of a "
@@ -236,11 +237,10 @@ class Consistency:
             own = self._own_before, self._own
             is_given = any(built_options.is_changed_alike(*own, each, ranks=ranks) for each in changed)
             if is_given or ranks[0] == ranks[1]:
-                later = (
-                    ""
-                    if built_options.is_scheduled(self._tracked)
-                    else ", and set another one after track(), in every attempt"
-                )
+                later = ", and set another one after track(), in every attempt"
+                if built_options.is_scheduled(self._tracked):
+                    is_rate = any(name.endswith(".lr") for name, *_ in changed)
+                    later = f", and change the rate as in {RECIPE}" if is_rate else ""
                 failure = ConfigError(f"{text}: build it as before{later}; or {self._elsewhere}")
             else:  # perhaps it follows from the number of ranks
                 self._loaded_instead = text

@@ -3,7 +3,7 @@
 torchrun exits with 1 for every failure, and a script writes no outcome.json. This agent exits with
 
     0      all ranks are done
-    75     a rank left with 75, or the agent was told to stop before a rank began
+    75     a rank left with 75, or the agent was told to stop before a rank began, or before a script's muster.Job did
     69     the nodes did not meet, or lost each other
     1-74   a rank failed with this code, the largest of several; 1 stands for a signal and for any other code
 
@@ -57,6 +57,8 @@ OF_CODE = (
     "ModuleNotFoundError|NameError|NotImplementedError|SyntaxError|TabError|TypeError|ValueError|ZeroDivisionError"
 )
 """Errors that repeat at every start. Any other may come from the network, a disk or another rank."""
+JOB = r"\bmuster\.Job\(|^\s*from muster import .*\bJob\b"
+"""What a script has that makes a muster.Job, which from then on leaves with another code than SIGTERM's own."""
 TAIL = 40  # lines of a rank's errors that are kept
 GROUP_S = 120.0  # a script may prepare its data before it forms a process group
 STEADY_S = 600.0
@@ -99,17 +101,19 @@ def main() -> int:
         if ended.get(each.rank) not in (0, None):
             print(f"muster: {each.described()}", file=sys.stderr, flush=True)
     _note_cause([each for each in ranks if ended.get(each.rank) not in (0, None, COME_BACK)])
-    return exit_code({rank: code for rank, code in ended.items() if code is not None}, told=told)
+    codes = {rank: code for rank, code in ended.items() if code is not None}
+    return exit_code(codes, told=told, is_job=agent is not None and agent.makes_job())
 
 
-def exit_code(ended: Mapping[int, int], *, told: bool) -> int:
+def exit_code(ended: Mapping[int, int], *, told: bool, is_job: bool = False) -> int:
     """Return the agent's exit code.
 
     ended: by rank, negative for a signal; without ranks that the agent ended because another one had failed.
-    told: the agent got a stop signal.
+    told: the agent got a stop signal. is_job: see `ScriptAgent.makes_job`.
     """
     codes = [*ended.values()]
-    if COME_BACK in codes or (told and not codes):
+    has_not_begun = not codes or (is_job and {*codes} == {-signal.SIGTERM})
+    if COME_BACK in codes or (told and has_not_begun):
         return COME_BACK
     failed = [code for code in codes if code != 0]
     if not failed:
@@ -147,6 +151,18 @@ class ScriptAgent(LocalElasticAgent):
     def is_done(self) -> bool:
         """Return whether all ranks of this node have ended with 0."""
         return bool(self.ranks()) and all(each.proc.poll() == 0 for each in self.ranks())
+
+    def makes_job(self) -> bool:
+        """Return whether the script, as far as its own text shows, trains in a muster.Job, which saves on SIGTERM."""
+        words = [str(each) for each in self._worker_group.spec.args]
+        at = next((number for number, word in enumerate(words) if word == "-m" or word[:1] != "-"), None)
+        if at is None:
+            return False
+        folder = words[at + 1].replace(".", "/") if words[at] == "-m" and words[at + 1 :] else ""
+        for path in (f"{folder}.py", f"{folder}/__main__.py") if folder else (words[at],):
+            with contextlib.suppress(OSError, ValueError):
+                return bool(re.search(JOB, Path(path).read_text(encoding="utf-8"), flags=re.MULTILINE))
+        return False
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
         self._choose_interface(worker_group)

@@ -12,16 +12,19 @@ because the working folder may have modules of the kit's names; so this file imp
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 SCRIPT = "MUSTER_SCRIPT"
 """Set if the ranks run a user's own script; execute.py repeats the name."""
@@ -60,34 +63,57 @@ def compare_no_clocks() -> None:
 
 
 def take_signals_between_looks() -> None:
-    """Have this process's agent handle stop signals before or after a look at its workers, not within.
+    """Have this process's agent handle stop signals before or after it starts or looks at its workers, not within.
 
     torch's handler raises. In `subprocess.Popen.poll`, between taking a lock and the `try` that releases it, the lock would stay
-    taken, and the agent would never learn that its workers have ended.
+    taken, and the agent would never learn that its workers have ended. In a function that Python calls around a fork, or while a line is
+    logged, the error would be caught: so it is raised again at each look until the agent shuts down.
     """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import api
 
-    handle, poll, looking, came = api._terminate_process_handler, subprocess.Popen.poll, [False], list[int]()
+    handle, poll, start = api._terminate_process_handler, subprocess.Popen.poll, subprocess.Popen.__init__
+    shut_down, within, came, ends = LocalElasticAgent._shutdown, [0], list[int](), threading.Event()
 
     def handler(number: int, frame: Any) -> None:
-        if looking[0]:
+        if within[0] or not ends.is_set():
             came.append(number)
-        else:
+        if not within[0]:
             handle(number, frame)
 
-    def look(self: subprocess.Popen[Any]) -> int | None:
-        if threading.current_thread() is not threading.main_thread():  # where no handler runs
-            return poll(self)
-        looking[0] = True
+    @contextlib.contextmanager
+    def undisturbed() -> Iterator[None]:
+        within[0] += 1
         try:
-            return poll(self)
+            yield
         finally:
-            looking[0] = False
+            within[0] -= 1
+
+    def is_main() -> bool:  # where handlers run
+        return threading.current_thread() is threading.main_thread()
+
+    def started(self: subprocess.Popen[Any], *given: Any, **named: Any) -> None:
+        with undisturbed() if is_main() else contextlib.nullcontext():
+            start(self, *given, **named)
+
+    def look(self: subprocess.Popen[Any]) -> int | None:
+        if not is_main():
+            return poll(self)
+        try:
+            with undisturbed():
+                return poll(self)
+        finally:
             if came:
-                handle(came.pop(0), None)
+                handle(came.pop(0) if ends.is_set() else came[0], None)
+
+    def shut(self: LocalElasticAgent, *given: Any, **named: Any) -> None:
+        came.clear()
+        ends.set()
+        shut_down(self, *given, **named)
 
     vars(api)["_terminate_process_handler"] = handler
-    subprocess.Popen.poll = look  # type: ignore[method-assign]
+    subprocess.Popen.poll, subprocess.Popen.__init__ = look, started  # type: ignore[method-assign]
+    LocalElasticAgent._shutdown = shut  # type: ignore[method-assign]
 
 
 def loaded(path: Path) -> ModuleType:
@@ -107,9 +133,28 @@ def run_script() -> int:
     return int(agent.main())
 
 
+def leave(run: Callable[[], Any]) -> NoReturn:
+    """Call `run` and end this process with what it returns, or raises, but skip the interpreter's tear-down: C++ threads may abort in it."""
+    code = 1
+    try:
+        code = int(run() or 0)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # in this order, as in Py_FinalizeEx
+        atexit._run_exitfuncs()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
     from torch.distributed.run import main
 
     compare_no_clocks()
     take_signals_between_looks()
-    sys.exit(run_script() if os.environ.pop(SCRIPT, "") else main())
+    leave(run_script if os.environ.pop(SCRIPT, "") else main)

@@ -7,6 +7,7 @@ either: a launcher reads only the records of its own ranks (Outcome.launcher).
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,8 @@ def decide_script(
     """
     if agent_code == 0:
         return Verdict(0, False, "")
+    if told and agent_code == SIGNALLED + signal.SIGTERM:  # before it took signals, and started ranks
+        agent_code = COME_BACK
     if agent_code == COME_BACK or lost:
         again, bound = _requeue(requeues if policy.requeues else None)
         line = f"lost {lost}" if lost else f"to be run again (exit code {COME_BACK})"

@@ -243,6 +243,40 @@ def test_a_stop_signal_does_not_interrupt_an_agent_that_looks_at_its_workers():
     assert done.stdout == "looks\ntold 15 False\n", done
 
 
+CAUGHT = """
+import logging, os, signal, subprocess, sys
+from muster.launcher.torchrun import take_signals_between_looks
+from torch.distributed.elastic.multiprocessing import api
+
+def told(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return ""
+
+class Line:
+    __str__ = told
+
+take_signals_between_looks()
+signal.signal(signal.SIGTERM, api._terminate_process_handler)
+if sys.argv[1] == "fork":
+    os.register_at_fork(after_in_parent=told)
+process = subprocess.Popen(["true"], preexec_fn=lambda: None)  # as the agent starts ranks
+try:
+    if sys.argv[1] == "log":
+        logging.error(Line())
+    print("goes on", flush=True)
+    process.poll()
+except api.SignalException as error:
+    print("told", int(error.sigval))
+"""
+
+
+@pytest.mark.parametrize("where", ["fork", "log"])
+def test_a_stop_signal_is_not_lost_where_python_catches_what_its_handler_raises(where):
+    """The agent went on until its ranks ended by themselves."""
+    done = subprocess.run([sys.executable, "-c", CAUGHT, where], env=environment(), capture_output=True, text=True)
+    assert done.stdout == "goes on\ntold 15\n", done
+
+
 def test_a_shell_reads_what_python_meant():
     words, value = ["a b", "'", "$HOME", "x\ny", ""], "it's `id`\n"
     script = slurm.assignments({"words": words, "value": value}) + '\nprintf "%s\\0" "${words[@]}" "$value"'
@@ -344,6 +378,7 @@ LAST = verdict.Requeues(so_far=3, most=3)
         (verdict.SLURM, 1, False, "n2", LAST, 75, False),
         (verdict.SLURM, verdict.UNMET, False, "", BOUND, 1, False),
         (verdict.SLURM, 137, False, "", BOUND, 1, False),
+        (verdict.SLURM, 143, True, "", BOUND, 75, True),
         (verdict.SUBMITIT, 75, True, "", BOUND, 75, True),
         (verdict.SUBMITIT, 75, True, "", LAST, 75, False),
         (verdict.PYTORCHJOB, 75, True, "", None, 143, False),
@@ -381,6 +416,8 @@ def test_verdicts_of_a_script(policy, agent, told, lost, requeues, code, requeue
 @pytest.mark.unit
 def test_what_the_agent_of_a_script_exits_with(ended, told, code):
     assert script_agent.exit_code(ended, told=told) == code
+    is_ended = told and {*ended.values()} == {-15}
+    assert script_agent.exit_code(ended, told=told, is_job=True) == (75 if is_ended else code), "no Job had begun"
 
 
 @pytest.mark.unit

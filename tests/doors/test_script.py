@@ -74,6 +74,21 @@ def test_told_to_stop_it_saves_and_leaves_with_75_and_the_same_command_goes_on(t
     assert mine.steps(tmp_path) == [*range(60)]
 
 
+@pytest.mark.parametrize("words", [["job.py"], ["-m", "jobs.job"]])
+def test_told_to_stop_before_its_job_begins_it_is_run_again(tmp_path, words):
+    """The script of a Job may load its data first, for minutes."""
+    path = tmp_path / ("job.py" if words[0] == "job.py" else "jobs/job.py")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        "import time\nopen('ready', 'w').close()\ntime.sleep(60)\nimport muster\nmuster.Job('run').run(print)\n"
+    )
+    process = start(tmp_path, *words)
+    until((tmp_path / "ready").exists, "start", timeout_s=120)
+    process.send_signal(signal.SIGTERM)
+    code, out = finish(process)
+    assert code == 75 and "to be run again (exit code 75)" in out, out
+
+
 @pytest.mark.nightly
 def test_told_to_stop_without_a_handler_it_has_failed(tmp_path):
     (tmp_path / "naive.py").write_text("import time\ntime.sleep(1)\nopen('ready', 'w').close()\ntime.sleep(60)\n")

@@ -363,7 +363,7 @@ def difference(
         )
     if differing := [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]:
         told = ", ".join(f"{key}={theirs.get(key)} (rank 0: {ours.get(key)})" for key in differing[:4])
-        return f"{who} was started with another config: {told}; give every rank the same overrides"
+        return f"{who} was started with another config: {told}; give every rank the same values"
     return None
 
 
