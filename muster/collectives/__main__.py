@@ -85,11 +85,6 @@ def leave(figures: Figures, options: Options) -> None:
     say(f"{options.out}/collectives.json and collectives.png", sys.stdout)
 
 
-if __name__ == "__main__":
-    lost_output.endure()
-    sys.exit(main(sys.argv[1:]))
-
-
 SIZES = "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB"
 
 
@@ -170,3 +165,8 @@ def become_torchrun(module: str, arguments: Sequence[str], *, ranks: int) -> NoR
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", module, *arguments])
+
+
+if __name__ == "__main__":
+    lost_output.endure()
+    sys.exit(main(sys.argv[1:]))

@@ -20,7 +20,7 @@ def bench(*arguments, **env):
 def test_the_kit_as_started_beside_scripts_by_hand():
     chosen, kinds = ["kit", "by_hand", "bare", "job", "job_loader"], ["plain", "batched", "keyed", "random"]
     of_data = bench(
-        "bench.loop", "W1", "W3", "--nproc=2", "--data", *kinds, "--trainers", "kit", ROUNDS="1", WINDOW_S="0.5"
+        "bench.loop", "W1", "W3", "--nproc=2", "--data", *kinds, "--trainers", "kit", ROUNDS="1", WINDOW_S="2"
     )
     of_trainers = bench("bench.loop", "W1", "--trainers", *chosen, ROUNDS="1", WINDOW_S="0.5")
     rows = [

@@ -140,3 +140,10 @@ def test_no_two_modules_import_each_other():
     for maker in ("hierarchical", "shared_memory"):  # a world has what they make of it
         graph[f"muster.world.reduce.{maker}"].remove("muster.world.group")
     assert cycle(graph) == []
+
+
+def test_what_starts_a_module_as_a_program_is_its_last_statement():
+    """What is defined after it is not there yet."""
+    for path in [*(ROOT / "muster").rglob("*.py"), *(ROOT / "train").rglob("*.py")]:
+        early = [ast.unparse(each) for each in ast.parse(path.read_text()).body[:-1] if isinstance(each, ast.If)]
+        assert not [each for each in early if each.startswith("if __name__ == '__main__'")], path
