@@ -148,7 +148,9 @@ def _of_job(source: Source) -> list[str]:
 def _values(source: Source) -> list[str]:
     """Return what the evaluations of these weights have measured; of two with one name, the last, or that which was the best."""
     known, values = ("kind", "step", "epoch", "time", "seconds"), dict[str, Any]()
-    here = [line for line in jsonl.read(source.run / jsonl.NAME) if line["kind"] == "eval" and line["step"] == source.step]
+    here = [
+        line for line in jsonl.read(source.run / jsonl.NAME) if line["kind"] == "eval" and line["step"] == source.step
+    ]
     if (best := read_best(source.run)) and best.step == source.step:
         here.sort(key=lambda line: line.get(best.metric) == best.value)
     for line in here:
