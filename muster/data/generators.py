@@ -67,7 +67,7 @@ def drawn_so_far() -> dict[str, Any]:
 
 
 def seeded_by_script() -> int | None:
-    """Return the seed that torch was given in this process; None if it has chosen one itself, which is larger."""
+    """Return the seed that torch was given by the script; None if it has the seed of a process or a job, which are larger."""
     return seed if (seed := torch.initial_seed()) < CHOSEN else None
 
 

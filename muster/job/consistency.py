@@ -8,7 +8,7 @@ from typing import Any
 from muster.checkpoint.commit import Saved
 from muster.checkpoint.trained import own_prefix
 from muster.data.fingerprint import note_of
-from muster.data.generators import drawn_from, state_of_generators
+from muster.data.generators import drawn_from, seeded_by_script, state_of_generators
 from muster.errors import ConfigError, DataError, RankLost
 from muster.job import built_options
 from muster.job.batch_source import BatchSource, LoaderSource, moved_on
@@ -39,8 +39,8 @@ DRAWN = (
     "weights, is not the same; begin with a seed (torch.manual_seed(0), np.random.seed(0)), or draw them in the function that the job calls"
 )
 SEEDED = (
-    "torch.manual_seed({own}) before the job does not seed it: the order of samples and all that is drawn in the job follow from its seed={seed}; "
-    "give Job(seed={own}), the same number in every attempt and on every rank"
+    "torch.manual_seed({own}) before the loop does not seed it: the order of samples and all that is drawn in the loop follow from the job's "
+    "seed={seed}; give Job(seed={own}), the same number in every attempt and on every rank"
 )
 BEYOND = "the run is at step {step}, and batches() ends with step {steps}: nothing is trained, and model.pt has the weights of step {step}"
 OWN_CHANGED = "values of own= have changed since {path} was written: {values}"
@@ -83,6 +83,8 @@ class Consistency:
         self._here, self._loaded_instead = built_options.options_of(tracked), ""
         self.built = self._built()
         """The options with which the run has begun; empty if they are not known."""
+        inside = seeded_by_script()  # since the job has seeded all generators
+        self._seeded = bootstrap.kept.seeded if inside is None else inside
         self._generators = dict[str, str]()
         self._rates, self._base_rates = dict[str, float](), dict[str, Any]()
         """As `track` has restored them; empty in a run that begins."""
@@ -152,7 +154,7 @@ class Consistency:
             names = [f"{name}'s generator" for name in sorted(drawn) if of_before.get(name, drawn[name]) != drawn[name]]
             if names:
                 yield DRAWN.format(names=" and ".join(names))
-        seed, own = self._options.seed, self._kept.seeded
+        seed, own = self._options.seed, self._seeded
         if own is not None and own != seed:
             yield SEEDED.format(own=own, seed=seed)
         if self._world.is_borrowed and (text := external_group.why_restart_may_hang()):

@@ -2037,9 +2037,9 @@ for steps in (4, 8):
     [
         (
             "rule",
-            ["no optimizer is tracked", "hidden goes from batch to batch in a variable of the loop (carried.py:50)"],
+            ["no optimizer is tracked", "hidden goes from batch to batch in a variable of the loop (carried.py:53)"],
         ),
-        ("iterated", ["hidden goes from batch to batch in a variable of the loop (carried.py:50)"]),
+        ("iterated", ["hidden goes from batch to batch in a variable of the loop (carried.py:53)"]),
         ("reset", []),
         ("draws", ["the loop draws from OWN, a Generator, which no checkpoint has"]),
         ("seeds", []),
@@ -2059,8 +2059,15 @@ def test_numbers_that_were_drawn_before_the_job_from_another_seed_are_noted(plac
     notes = [note["text"] for note in run(folder, "buffer", script="carried", DRAWS="2").events("note")]
     [drawn] = [text for text in notes if text.startswith("before the job, random numbers")]
     assert "drawn from another state of NumPy's generator and torch's generator than in the attempt" in drawn
-    seeded = [text.partition(" before the job does not seed it")[0] for text in notes if text != drawn]
+    seeded = [text.partition(" before the loop does not seed it")[0] for text in notes if text != drawn]
     assert seeded == ["torch.manual_seed(1)", "torch.manual_seed(1)", "torch.manual_seed(2)"]
+
+
+@pytest.mark.parametrize(("seeds", "noted"), [({"SEED": "3"}, "3"), ({"DRAWS": "3", "SEED": "0"}, ""), ({}, "")])
+def test_a_seed_in_the_job_that_is_not_the_job_s_is_noted(place, seeds, noted):
+    """It seeds the initial weights alone."""
+    notes = [note["text"] for note in run(place("seeded"), "reset", script="carried", **seeds).events("note")]
+    assert [text.partition(" before the loop")[0] for text in notes] == [f"torch.manual_seed({noted})"] * bool(noted)
 
 
 def test_buffers_of_each_rank_are_noted_where_there_are_others(place):

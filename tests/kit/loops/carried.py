@@ -2,6 +2,7 @@
 
 buffer: in a buffer of each rank. rule: in a variable, which has the rate, too. iterated: in a variable of a loop with batches of its own.
 reset: each batch begins anew. draws: so it does, with noise of a generator of its own; seeds: which it seeds. With DRAWS=N it has drawn numbers before the job, of the seed N.
+With SEED=N it seeds torch in the job.
 """
 
 import os
@@ -43,6 +44,8 @@ class Own(Recurrent):
 
 
 def main(job, how):
+    if "SEED" in os.environ:
+        torch.manual_seed(int(os.environ["SEED"]))
     net, hidden, rate = (Own if how == "buffer" else Recurrent)(), None, 0.1
     model = DistributedDataParallel(net, broadcast_buffers=False) if job.world_size > 1 else net
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
