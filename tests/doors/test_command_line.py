@@ -142,6 +142,7 @@ MISTAKES = {
     "--gpus 0 2": "--gpus is not an option: write gpus=[0,2], without dashes",
     "--gpus 1": "write gpus=1, without",
     "-lr 0.1": "write lr=0.1",
+    "my.py --lr 0.1": "my.py is not an option: a script comes after --",
     "gpus=0,2": "write gpus=[0,2]",
     "gpus=[]": "names no device",
     "gpus=[-1]": "names no device",

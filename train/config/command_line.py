@@ -104,6 +104,10 @@ def swept_keys(words: Sequence[str]) -> set[str]:
 
 
 def _unknown_option(words: Sequence[str]) -> ConfigError | None:
+    if words and words[0].endswith(".py") and "=" not in words[0]:
+        return ConfigError(
+            f"{words[0]} is not an option: a script comes after --, as in muster launch node -- {words[0]}"
+        )
     for place, word in enumerate(words):
         name, _, value = word.partition("=")
         is_known = any(flag.startswith(name) for flag in FLAGS) if word.startswith("--") else word.startswith(SHORT)
