@@ -54,9 +54,10 @@ store_client: Any = None
 EARLY_S = 60.0
 OF_CODE = (
     "ArgumentError|AssertionError|AttributeError|FileNotFoundError|ImportError|IndentationError|IndexError|KeyError|"
-    "ModuleNotFoundError|NameError|NotImplementedError|SyntaxError|TabError|TypeError|ValueError|ZeroDivisionError"
+    "ModuleNotFoundError|NameError|NotImplementedError|SyntaxError|TabError|TypeError|ValueError|ZeroDivisionError|"
+    r"RuntimeError(?!.*(?i:cuda|hip |cudnn|nccl|gloo|memory|connect|peer|time.?out|timed|socket|store|worker))"
 )
-"""Errors that repeat at every start. Any other may come from the network, a disk or another rank."""
+"""Errors that repeat at every start. Any other may come from the network, a device, a disk or another rank."""
 JOB = r"\bmuster\.Job\(|^\s*from muster import .*\bJob\b"
 """What a script has that makes a muster.Job, which from then on leaves with another code than SIGTERM's own."""
 TAIL = 40  # lines of a rank's errors that are kept
