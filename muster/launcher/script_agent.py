@@ -18,6 +18,7 @@ torchrun.py loads this file by its path; so it imports nothing of the kit, eithe
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import json
@@ -58,8 +59,6 @@ OF_CODE = (
     r"RuntimeError(?!.*(?i:cuda|hip |cudnn|nccl|gloo|memory|connect|peer|time.?out|timed|socket|store|worker))"
 )
 """Errors that repeat at every start. Any other may come from the network, a device, a disk or another rank."""
-JOB = r"\bmuster\.Job\(|^\s*from muster import .*\bJob\b"
-"""What a script has that makes a muster.Job, which from then on leaves with another code than SIGTERM's own."""
 TAIL = 40  # lines of a rank's errors that are kept
 GROUP_S = 120.0  # a script may prepare its data before it forms a process group
 STEADY_S = 600.0
@@ -81,7 +80,6 @@ def main() -> int:
     told = False
     try:
         run.main()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return 0
     except SignalException:
         told = True
@@ -93,6 +91,8 @@ def main() -> int:
         traceback.print_exc()
         return UNMET
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)  # all that is left is to say how the ranks ended
         agent = ScriptAgent.newest
         ranks = agent.ranks() if agent else []
         for each in ranks:
@@ -102,7 +102,11 @@ def main() -> int:
         if ended.get(each.rank) not in (0, None):
             print(f"muster: {each.described()}", file=sys.stderr, flush=True)
     _note_cause([each for each in ranks if ended.get(each.rank) not in (0, None, COME_BACK)])
-    codes = {rank: code for rank, code in ended.items() if code is not None}
+    codes = {
+        rank: -signal.SIGKILL if code is None else code for rank, code in ended.items()
+    }  # a rank dies with its agent
+    if told and agent and agent.is_restarting:  # they had failed before
+        codes = {}
     return exit_code(codes, told=told, is_job=agent is not None and agent.makes_job())
 
 
@@ -140,6 +144,8 @@ class ScriptAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self.began = 0.0
         self.early = ""  # the error of the script's code that has ended the newest start early
+        self.is_restarting = False
+        """True from a failure, after which all ranks are to restart, until they have been started."""
         self.is_group_seen = False  # or there is nothing to see, or it is said already
         self.looks: int | None = None  # how often it has looked at its ranks; None while it waits for other nodes
         ScriptAgent.newest = self
@@ -154,15 +160,15 @@ class ScriptAgent(LocalElasticAgent):
         return bool(self.ranks()) and all(each.proc.poll() == 0 for each in self.ranks())
 
     def makes_job(self) -> bool:
-        """Return whether the script, as far as its own text shows, trains in a muster.Job, which saves on SIGTERM."""
+        """Return whether the script, as far as its own code shows, trains in a muster.Job, which saves on SIGTERM."""
         words = [str(each) for each in self._worker_group.spec.args]
         at = next((number for number, word in enumerate(words) if word == "-m" or word[:1] != "-"), None)
         if at is None:
             return False
         folder = words[at + 1].replace(".", "/") if words[at] == "-m" and words[at + 1 :] else ""
         for path in (f"{folder}.py", f"{folder}/__main__.py") if folder else (words[at],):
-            with contextlib.suppress(OSError, ValueError):
-                return bool(re.search(JOB, Path(path).read_text(encoding="utf-8"), flags=re.MULTILINE))
+            with contextlib.suppress(OSError, ValueError, SyntaxError):
+                return any(map(_is_job, ast.walk(ast.parse(Path(path).read_text(encoding="utf-8")))))
         return False
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
@@ -188,7 +194,9 @@ class ScriptAgent(LocalElasticAgent):
         """
         others_wait, self.looks = self.looks is not None, None
         if not (others_wait and self._fails_within(LEAVES_S)):
+            self.is_restarting = True
             super()._restart_workers(worker_group)
+        self.is_restarting = False
 
     def _fails_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -199,10 +207,15 @@ class ScriptAgent(LocalElasticAgent):
         return False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
+        try:
+            result: RunResult = super()._monitor_workers(worker_group)
+        except SignalException:  # perhaps while the others are ended, as one has failed
+            self.is_restarting = self._remaining_restarts > 0 and any(each.is_told for each in self.ranks())
+            raise
         self.looks = (self.looks or 0) + 1 if result.state == WorkerState.HEALTHY else None
         self._see_group(is_over=result.state == WorkerState.SUCCEEDED)
         if result.is_failed():
+            self.is_restarting = True
             failed = [each for each in self.ranks() if each.proc.poll() and not each.is_told]
             if any(each.proc.poll() == COME_BACK for each in failed):
                 self._remaining_restarts = 0
@@ -211,6 +224,7 @@ class ScriptAgent(LocalElasticAgent):
             elif self._ended_alike(failed):
                 self._remaining_restarts = 0
             self._say_restart(failed, worker_group.spec.max_restarts)
+            self.is_restarting = self._remaining_restarts > 0
         return result
 
     def _see_group(self, *, is_over: bool) -> None:
@@ -331,6 +345,12 @@ class Rank(SubprocessHandler):
         deadline = deadline or time.monotonic() + LAST_LINES_S
         for each in self.output:
             each.join(max(0.0, deadline - time.monotonic()))
+
+
+def _is_job(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "muster" and any(each.name == "Job" for each in node.names)
+    return isinstance(node, ast.Attribute) and node.attr == "Job" and getattr(node.value, "id", "") == "muster"
 
 
 def told_in(path: str) -> str:

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -67,13 +68,13 @@ def take_signals_between_looks() -> None:
 
     torch's handler raises. In `subprocess.Popen.poll`, between taking a lock and the `try` that releases it, the lock would stay
     taken, and the agent would never learn that its workers have ended. In a function that Python calls around a fork, or while a line is
-    logged, the error would be caught: so it is raised again at each look until the agent shuts down.
+    logged, the error would be caught: so it is raised again at each look, also in a restart of the workers, until the agent's loop ends.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import api
 
     handle, poll, start = api._terminate_process_handler, subprocess.Popen.poll, subprocess.Popen.__init__
-    shut_down, within, came, ends = LocalElasticAgent._shutdown, [0], list[int](), threading.Event()
+    loop, within, came, ends = LocalElasticAgent._invoke_run, [0], list[int](), threading.Event()
 
     def handler(number: int, frame: Any) -> None:
         if within[0] or not ends.is_set():
@@ -106,14 +107,16 @@ def take_signals_between_looks() -> None:
             if came:
                 handle(came.pop(0) if ends.is_set() else came[0], None)
 
-    def shut(self: LocalElasticAgent, *given: Any, **named: Any) -> None:
-        came.clear()
-        ends.set()
-        shut_down(self, *given, **named)
+    def until_end(self: LocalElasticAgent, *given: Any, **named: Any) -> Any:
+        try:
+            return loop(self, *given, **named)
+        finally:
+            came.clear()
+            ends.set()
 
     vars(api)["_terminate_process_handler"] = handler
     subprocess.Popen.poll, subprocess.Popen.__init__ = look, started  # type: ignore[method-assign]
-    LocalElasticAgent._shutdown = shut  # type: ignore[method-assign]
+    LocalElasticAgent._invoke_run = until_end  # type: ignore[method-assign]
 
 
 def loaded(path: Path) -> ModuleType:
@@ -140,13 +143,17 @@ def leave(run: Callable[[], Any]) -> NoReturn:
         code = int(run() or 0)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except KeyboardInterrupt:  # before torch has installed its handlers
+        code = 128 + signal.SIGINT
     except BaseException:
         sys.excepthook(*sys.exc_info())
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # in this order, as in Py_FinalizeEx
         atexit._run_exitfuncs()
     finally:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(BaseException):  # a signal, or a pipe that nobody reads
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)

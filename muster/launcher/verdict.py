@@ -116,7 +116,10 @@ def decide_script(
     """
     if agent_code == 0:
         return Verdict(0, False, "")
-    if told and agent_code == SIGNALLED + signal.SIGTERM:  # before it took signals, and started ranks
+    if told and agent_code in (
+        SIGNALLED + signal.SIGTERM,
+        SIGNALLED + signal.SIGINT,
+    ):  # before it took signals, and started ranks
         agent_code = COME_BACK
     if agent_code == COME_BACK or lost:
         again, bound = _requeue(requeues if policy.requeues else None)

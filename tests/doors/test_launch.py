@@ -379,6 +379,7 @@ LAST = verdict.Requeues(so_far=3, most=3)
         (verdict.SLURM, verdict.UNMET, False, "", BOUND, 1, False),
         (verdict.SLURM, 137, False, "", BOUND, 1, False),
         (verdict.SLURM, 143, True, "", BOUND, 75, True),
+        (verdict.THIS_MACHINE, 130, True, "", None, 75, False),
         (verdict.SUBMITIT, 75, True, "", BOUND, 75, True),
         (verdict.SUBMITIT, 75, True, "", LAST, 75, False),
         (verdict.PYTORCHJOB, 75, True, "", None, 143, False),

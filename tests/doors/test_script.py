@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,9 @@ def test_told_to_stop_before_its_job_begins_it_is_run_again(tmp_path, words):
 
 @pytest.mark.nightly
 def test_told_to_stop_without_a_handler_it_has_failed(tmp_path):
-    (tmp_path / "naive.py").write_text("import time\ntime.sleep(1)\nopen('ready', 'w').close()\ntime.sleep(60)\n")
+    (tmp_path / "naive.py").write_text(
+        "import time\n# a muster.Job() saves by itself\ntime.sleep(1)\nopen('ready', 'w').close()\ntime.sleep(60)\n"
+    )
     process = start(tmp_path, "naive.py")
     until((tmp_path / "ready").exists, "start", timeout_s=120)
     process.send_signal(signal.SIGTERM)
@@ -285,3 +288,68 @@ def test_of_two_nodes_both_end_soon_and_the_largest_code_says_how(tmp_path, faul
         return
     assert max(codes) == code and min(codes) > 0, ends
     assert time.monotonic() - began < 120, "the rendezvous's own patience is 300 s"
+
+
+AGENT = """
+import logging, os, runpy, signal, sys
+shown, failures = logging.Handler.format, []
+
+def told(self, record):
+    failures.extend([1] * ("failed (exitcode" in record.getMessage()))
+    if len(failures) == int(os.environ["TOLD_AT"]):
+        failures.append(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return shown(self, record)
+
+logging.Handler.format = told
+from muster.launcher import torchrun
+sys.argv[0] = torchrun.__file__
+sys.path[0] = os.path.dirname(torchrun.__file__)
+runpy.run_path(torchrun.__file__, run_name="__main__")
+"""
+HAS_COME = "    while not os.path.exists('begins'):\n        time.sleep(0.02)\n"
+RANKS = {
+    "dies": "os.kill(os.getpid(), 9)\n",
+    "is stuck": "signal.signal(signal.SIGTERM, lambda *_: (say('told'), time.sleep(2), os._exit(1)))\n"
+    f"if rank == 1:\n{HAS_COME}    os.kill(os.getpid(), 9)\n",
+    "leaves a helper": "subprocess.Popen(['sleep', '30'], start_new_session=True)\n"
+    "signal.signal(signal.SIGTERM, lambda *_: (say('told'), os._exit(75)))\n",
+    "goes on": "signal.signal(signal.SIGTERM, signal.SIG_IGN if rank else lambda *_: say('told'))\n"
+    "if rank == 1:\n    say('begins')\n    os._exit(0)\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "told_at", "stops", "code"),
+    [
+        ("dies", 1, 2, [], 75),
+        ("is stuck", 2, -1, [("told", 1)], 75),
+        ("leaves a helper", 2, -1, [("begins", 2), ("", 0)], 75),
+        ("goes on", 2, -1, [("begins", 2), ("told", 1), ("told", 2)], 1),
+    ],
+    ids=lambda each: each if isinstance(each, str) else None,
+)
+def test_an_agent_that_is_told_to_stop_says_how_its_ranks_stand(tmp_path, script, ranks, told_at, stops, code):
+    """As a line on a second failure is logged, while the others of a rank that was killed are ended, again after all have left, and
+    again while a rank goes on to work, which then dies with the agent."""
+    (tmp_path / "mine.py").write_text(
+        "import os, signal, subprocess, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        "say = lambda word: print(word, flush=True)\n"
+        f"{RANKS[script]}"
+        "say('begins'), open('begins', 'w').close()\n"
+        "while True:\n    time.sleep(0.1)\n"
+    )
+    words = [f"--nproc-per-node={ranks}", "--max-restarts=3", "--standalone", "--monitor-interval=0.2", "mine.py"]
+    with open(tmp_path / "out", "w") as out:
+        line, env = [sys.executable, "-c", AGENT, *words], environment(MUSTER_SCRIPT="1", TOLD_AT=str(told_at))
+        process = subprocess.Popen(line, env=env, cwd=tmp_path, stdout=out, stderr=out)
+    said = (tmp_path / "out").read_text
+
+    def has_come(word, times):
+        return said().count(f"{word}\n") == times if word else not children(process.pid)
+
+    for word, times in stops:
+        until(partial(has_come, word, times), f"{word or 'end of the ranks'}, {times} times", timeout_s=60, said=said)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=90) == code, said()
