@@ -116,7 +116,7 @@ def take_signals_between_looks() -> None:
 
     vars(api)["_terminate_process_handler"] = handler
     subprocess.Popen.poll, subprocess.Popen.__init__ = look, started  # type: ignore[method-assign]
-    LocalElasticAgent._invoke_run = until_end  # type: ignore[method-assign]
+    LocalElasticAgent._invoke_run = until_end  # type: ignore[method-assign, assignment]
 
 
 def loaded(path: Path) -> ModuleType:
