@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from muster.job.tracked_state import Tracked
@@ -33,6 +33,13 @@ NO_OPTIONS = (
 """What says how a step is computed, and what is no number."""
 OF_TORCH = ("_schedule_phases", "_anneal_func_type")
 """What OneCycleLR keeps its options in."""
+
+IN_PROPORTION = (
+    lr_scheduler.ConstantLR, lr_scheduler.CosineAnnealingLR, lr_scheduler.CosineAnnealingWarmRestarts, lr_scheduler.ExponentialLR,
+    lr_scheduler.LambdaLR, lr_scheduler.LinearLR, lr_scheduler.MultiplicativeLR, lr_scheduler.MultiStepLR, lr_scheduler.PolynomialLR,
+    lr_scheduler.StepLR,
+)  # fmt: skip
+"""Schedules whose rates are in proportion to their `base_lrs`, unless they end at an `eta_min` above 0."""
 
 _tracked_before = WeakSet[Any]()
 
@@ -61,9 +68,23 @@ def options_of(tracked: Tracked) -> dict[str, Any]:
     return found
 
 
-def is_scheduled(tracked: Tracked) -> bool:
-    """Return True if a schedule is tracked: it sets options itself."""
-    return any(map(_schedule, tracked.others.values()))
+def schedule_of(tracked: Tracked, optimizer: str) -> LRScheduler | None:
+    """Return the tracked schedule that sets the rates of the optimizer of this name; None without one."""
+    groups = tracked.optimizers[optimizer].param_groups  # those of the optimizer within, if it is in a wrapper
+    schedules = filter(None, map(_schedule, tracked.others.values()))
+    return next((each for each in schedules if each.optimizer.param_groups is groups), None)
+
+
+def base_rates(schedule: LRScheduler) -> list[float]:
+    """Return the rates from which a schedule and its parts begin; empty if it has none, as ReduceLROnPlateau."""
+    return [float(rate) for each in (schedule, *_parts(schedule)) for rate in getattr(each, "base_lrs", ())]
+
+
+def is_in_proportion(schedule: LRScheduler) -> bool:
+    """Return True if all rates of a schedule of torch's are in proportion to its base rates."""
+    if parts := _parts(schedule):
+        return all(map(is_in_proportion, parts))
+    return isinstance(schedule, IN_PROPORTION) and not getattr(schedule, "eta_min", 0)
 
 
 def differences(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -117,6 +138,10 @@ def _schedule(thing: Any) -> LRScheduler | None:
     return next((each for each in (thing, inner) if isinstance(each, LRScheduler)), None)
 
 
+def _parts(schedule: LRScheduler) -> list[LRScheduler]:
+    return [*getattr(schedule, "_schedulers", ())]
+
+
 def _of_groups(name: str, optimizer: Optimizer) -> dict[str, Any]:
     found = dict[str, Any]()
     for number, group in enumerate(optimizer.param_groups):
@@ -136,7 +161,7 @@ def _of_schedule(name: str, schedule: LRScheduler) -> dict[str, Any]:
         with contextlib.suppress(Exception):  # a class of the user's own
             options[key] = getattr(schedule, key) if hasattr(schedule, key) else getattr(schedule, f"_{key}")
     found = _plain(name, options)
-    for number, part in enumerate(getattr(schedule, "_schedulers", ())):
+    for number, part in enumerate(_parts(schedule)):
         found |= _of_schedule(f"{name}.{number}", part)
     return found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from muster.checkpoint.commit import Saved
 from muster.checkpoint.trained import own_prefix
@@ -45,10 +47,8 @@ SEEDED = (
 BEYOND = "the run is at step {step}, and batches() ends with step {steps}: nothing is trained, and model.pt has the weights of step {step}"
 OWN_CHANGED = "values of own= have changed since {path} was written: {values}"
 RECIPE = "docs/your-own-loop.md, Another learning rate"
-RESET = (
-    "{name} was {before} when track() had restored it, and is {now}: set after track() beside a schedule, it undoes the schedule's steps in every attempt; change it "
-    f"once, together with the schedule's base_lrs, which a checkpoint holds ({RECIPE})"
-)
+RESET = "{name} was {before} when track() had restored it, and is {now}: set after track() beside a schedule, it undoes the schedule's steps in every attempt; {remedy}"
+ONCE = f"change it once, together with the schedule's base_lrs, which a checkpoint holds ({RECIPE})"
 ONE_SAMPLE = (
     "an epoch's last batch, of size {count}, leaves a rank one sample at most ({ranks}), and {layer} needs two unless each has several values of a "
     "channel: without them the run ends there; give batches(drop_last=True), or choose another batch_size or number of ranks"
@@ -79,21 +79,23 @@ class Consistency:
         self._world, self._start, self._kept = bootstrap.world, bootstrap.start, bootstrap.kept
         self._is_other_length = False
         """True on rank 0 if a checkpoint of another number of ranks has a schedule for another number of steps."""
-        self._own, self._own_before = own_of(self._options), own_before(self._options)
+        self.own = own_of(self._options)
+        """The script's own values."""
+        self._own_before = own_before(self._options, self._start.saved.manifest if self._start.saved else {})
         self._here, self._loaded_instead = built_options.options_of(tracked), ""
         self.built = self._built()
         """The options with which the run has begun; empty if they are not known."""
         inside = seeded_by_script()  # since the job has seeded all generators
         self._seeded = bootstrap.kept.seeded if inside is None else inside
         self._generators = dict[str, str]()
-        self._rates, self._base_rates = dict[str, float](), dict[str, Any]()
-        """As `track` has restored them; empty in a run that begins."""
+        self._rates, self._base_rates = dict[str, float](), dict[str, list[float]]()
+        """As `track` has restored them, the latter of optimizers that a schedule sets; empty in a run that begins."""
 
     def begin(self) -> None:
         """Note the state of the random number generators: nothing may draw until the batches are asked for. Note the rates."""
         self._generators = state_of_generators()
         if self._start.saved or self._world.again:
-            self._rates, self._base_rates = self._tracked.rates(), self._tracked.base_rates()
+            self._rates, self._base_rates = self._tracked.rates(), self._base_rates_now()
 
     def refuse_unequal(self) -> None:
         """Raise ConfigError if the ranks' parameters differ. Collective."""
@@ -126,12 +128,8 @@ class Consistency:
             yield text
         if (values := self._own_changed()) and (saved := self._start.saved):
             yield OWN_CHANGED.format(values=values, path=saved.path)
-        if source and self._base_rates and self._base_rates == self._tracked.base_rates():
-            rates = self._tracked.rates()
-            for name, before in self._rates.items():
-                if name.endswith(".lr") and rates.get(name, before) != before:
-                    yield RESET.format(name=name, before=f"{before:g}", now=f"{rates[name]:g}")
-                    break
+        if source and (text := self._reset()):
+            yield text
         if source and (count := source.last_count) and (layer := self._tracked.needs_two()):
             ranks = f"{self._world.size} ranks" if self._world.size > 1 else "1 rank"
             yield ONE_SAMPLE.format(count=count, ranks=ranks, layer=layer)
@@ -169,10 +167,33 @@ class Consistency:
             return "use another folder"
         return "begin at step 0 from its weights, by muster.load(RUN, into=model) before track(), and without resume="
 
+    def _scheduled(self) -> Iterator[tuple[str, LRScheduler]]:
+        """Yield the name of each optimizer that a tracked schedule sets, and the schedule."""
+        for name in self._tracked.optimizers:
+            if schedule := built_options.schedule_of(self._tracked, name):
+                yield name, schedule
+
+    def _base_rates_now(self) -> dict[str, list[float]]:
+        return {name: built_options.base_rates(schedule) for name, schedule in self._scheduled()}
+
+    def _reset(self) -> str:
+        """Return a line for the first rate that was set since `track` beside a schedule whose base rates are as before; empty without."""
+        now, rates = self._base_rates_now(), self._tracked.rates()
+        for name, schedule in self._scheduled():
+            if self._base_rates.get(name) != now[name]:
+                continue
+            for place, before in self._rates.items():
+                if place.startswith(f"{name}.") and place.endswith(".lr") and rates.get(place, before) != before:
+                    remedy = (
+                        ONCE if built_options.is_in_proportion(schedule) else f"leave it as it is, or {self._elsewhere}"
+                    )
+                    return RESET.format(name=place, before=f"{before:g}", now=f"{rates[place]:g}", remedy=remedy)
+        return ""
+
     def _own_changed(self) -> str:
         """Return the values of the script's own that are not those of the attempt before, as `lr=0.1 is now 0.2`; empty without any."""
-        names = sorted(self._own.keys() & self._own_before.keys())
-        pairs = [(name, self._own_before[name], self._own[name]) for name in names]
+        names = sorted(self.own.keys() & self._own_before.keys())
+        pairs = [(name, self._own_before[name], self.own[name]) for name in names]
         return ", ".join(f"{name}={before} is now {now}" for name, before, now in pairs if str(before) != str(now))
 
     def _refuse_data(self, source: BatchSource) -> None:
@@ -236,18 +257,23 @@ class Consistency:
         if changed and self._world.is_first and not self._world.again:
             text = built_options.told(saved.path, changed)
             ranks = saved.manifest["world_size"], self._world.size
-            own = self._own_before, self._own
+            own = self._own_before, self.own
             is_given = any(built_options.is_changed_alike(*own, each, ranks=ranks) for each in changed)
             if is_given or ranks[0] == ranks[1]:
-                later = ", and set another one after track(), in every attempt"
-                if built_options.is_scheduled(self._tracked):
-                    is_rate = any(name.endswith(".lr") for name, *_ in changed)
-                    later = f", and change the rate as in {RECIPE}" if is_rate else ""
-                failure = ConfigError(f"{text}: build it as before{later}; or {self._elsewhere}")
+                failure = ConfigError(f"{text}: build it as before{self._later(changed)}; or {self._elsewhere}")
             else:  # perhaps it follows from the number of ranks
                 self._loaded_instead = text
             self._is_other_length = any(built_options.is_length(self._tracked, each) for each in changed)
         self._world.together(failure)
+
+    def _later(self, changed: Iterable[tuple[str, Any, Any]]) -> str:
+        """Return how a run that goes on may have other options, with a comma before it; empty if it may not."""
+        scheduled, owners = dict(self._scheduled()), {name.partition(".")[0] for name, *_ in changed}
+        if owners <= self._tracked.optimizers.keys() - scheduled.keys():
+            return ", and set another one after track(), in every attempt"
+        rated = [scheduled.get(name.partition(".")[0]) for name, *_ in changed if name.endswith(".lr")]
+        is_told = rated and all(each and built_options.is_in_proportion(each) for each in rated)
+        return f", and change the rate as in {RECIPE}" if is_told else ""
 
     def _refuse_of_ranks(self, saved: Saved) -> None:
         """Raise ConfigError for a rank's own state beside parameters and buffers, saved at another world size."""
@@ -279,7 +305,7 @@ class Consistency:
     def _refuse_draws(self) -> None:
         """Raise ConfigError if the script has drawn random numbers since `track`: a resumed attempt would draw others."""
         failure = ConfigError(
-            "random numbers were drawn between track() and batches(), where a resume draws others: draw them before "
+            "random numbers were drawn or seeded between track() and batches(), where a resume draws others: do so before "
             "track(), or from a generator of their own"
         )
         self._world.together(failure if drawn_from(self._generators) else None)

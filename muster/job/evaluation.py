@@ -160,7 +160,7 @@ class Evaluations:
         """The data set of the last evaluation that has chosen, held weakly, and its fingerprint."""
         self._compared: list[Callable[[], Any]] = []
         """The data sets of the first evaluations, held weakly."""
-        self._measured: dict[str, tuple[int, int]] = {}
+        self._measured: dict[str, tuple[int, int, float]] = {}
         """By name of a value, the step at which it was last measured, and over how many samples."""
 
     def refuse_other_samples(self, dataset: Any) -> None:
@@ -174,13 +174,13 @@ class Evaluations:
         seen = fingerprint(with_length(dataset, "evaluate"), most=2, paths=False)
         self._world.same("evaluate(): the data set", seen, remedy=remedy)
 
-    def twice(self, names: Iterable[str], *, step: int, size: int) -> str:
-        """Return a line if two evaluations give a value one name: at one step, or over unlike many samples; empty if not."""
-        for name in names:
-            before, self._measured[name] = self._measured.get(name), (step, size)
+    def twice(self, values: Mapping[str, float], *, step: int, size: int) -> str:
+        """Return a line if two evaluations give unlike values one name: at one step, or over unlike many samples; empty if not."""
+        for name, value in values.items():
+            before, self._measured[name] = self._measured.get(name), (step, size, value)
             if before and before[1] != size:
                 return TWICE.format(name=name, what=f"of {before[1]} samples and of {size}")
-            if before and before[0] == step:
+            if before and before[0] == step and before[2] != value:
                 return TWICE.format(name=name, what=f"twice at step {step}")
         return ""
 

@@ -14,6 +14,7 @@ import yaml
 from muster.errors import ConfigError
 from muster.lease.open_folder import RunOptions
 from muster.loggers.base import Logger
+from muster.redact import redacted_all
 from muster.world.group_options import GroupOptions
 
 COUNTS = ("save_every", "keep", "log_every", "seed", "max_idle_attempts", "max_survivals_per_hour")
@@ -96,12 +97,14 @@ def as_yaml(options: JobOptions, **facts: Any) -> str:
 
 
 def own_of(options: JobOptions) -> dict[str, Any]:
-    """Return the script's own values as config.yaml has them."""
-    return {str(name): _readable(value) for name, value in options.own.items()}
+    """Return the script's own values as config.yaml and manifests have them, without the secrets of URLs."""
+    return {str(name): redacted_all(_readable(value)) for name, value in options.own.items()}
 
 
-def own_before(options: JobOptions) -> dict[str, Any]:
-    """Return those that the run's config.yaml has, of the attempt before; empty if there is none."""
+def own_before(options: JobOptions, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a checkpoint's manifest, or the attempt before's, in config.yaml, if it has none; empty without either."""
+    if isinstance(of_checkpoint := manifest.get("own"), dict):  # from 2026-11-30 on
+        return of_checkpoint
     try:
         found = yaml.safe_load((Path(options.folder) / "config.yaml").read_text(encoding="utf-8"))["own"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):

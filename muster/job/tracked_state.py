@@ -114,11 +114,6 @@ class Tracked:
         rate = optimizer.param_groups[0].get("lr")
         self._used_lr = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
-    def base_rates(self) -> dict[str, list[float]]:
-        """Return the rates from which tracked schedules of torch's begin, by the schedules' names."""
-        schedules = {name: each for name, each in self.others.items() if isinstance(each, LRScheduler)}
-        return {name: [float(rate) for rate in getattr(each, "base_lrs", ())] for name, each in schedules.items()}
-
     def needs_two(self) -> str:
         """Return the name and kind of a layer that is trained on two samples or more, if these are of one value each; empty without one."""
         found = (
