@@ -72,7 +72,7 @@ def schedule_of(tracked: Tracked, optimizer: str) -> LRScheduler | None:
     """Return the tracked schedule that sets the rates of the optimizer of this name; None without one."""
     groups = tracked.optimizers[optimizer].param_groups  # those of the optimizer within, if it is in a wrapper
     schedules = filter(None, map(_schedule, tracked.others.values()))
-    return next((each for each in schedules if each.optimizer.param_groups is groups), None)
+    return next((each for each in schedules if getattr(each.optimizer, "param_groups", None) is groups), None)
 
 
 def base_rates(schedule: LRScheduler) -> list[float]:
