@@ -14,18 +14,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muster.checkpoint.index import Index, OwnPiece, Read, WritePlan, dtype_of
 from muster.checkpoint.trained import SavedTensor
-from muster.errors import Diverged, StorageError
+from muster.errors import ConfigError, Diverged, StorageError
 from muster.world.dtensor import in_pieces, own_piece
 from muster.world.group import World
 
 ALIGNMENT = 64
 """Bytes; a multiple of the size of every dtype."""
+AS_PYTHON = (np.float64, np.int64, np.bool_)
+"""Numbers with which Python's own calculate alike: a rate from an array, as `group["lr"] = rates[step]`."""
+NOT_PLAIN = "{what}, which torch.load reads with weights_only=False alone: give tensors, numbers and texts of Python's own, as float(value), in lists and dicts"
 
 
 class Replicated:
@@ -72,7 +76,12 @@ class RankShare:
     ready: Callable[[], object] = lambda: None
 
     def pieces(self) -> Iterator[Any]:
-        """Yield the content of this rank's file, as buffers, once it is there. Raises Diverged if it is not finite."""
+        """Yield the content of this rank's file, as buffers, once it is there.
+
+        Raises:
+            Diverged: it is not finite.
+            ConfigError: it has a value that would not be read again.
+        """
         self.ready()
         for place, tensor in enumerate(self.tensors):
             if place in self.finite and not is_finite(tensor):
@@ -80,6 +89,8 @@ class RankShare:
             yield as_bytes(tensor)
         blob = io.BytesIO()
         torch.save(self.values, blob)
+        if not _is_readable(blob):
+            raise ConfigError(NOT_PLAIN.format(what=next(strange(self.values), "a checkpoint's values")))
         yield memoryview(blob.getvalue())  # not its buffer: a BytesIO that is collected with one crashes Python 3.12
 
 
@@ -209,9 +220,11 @@ def saved_tensors(index: Index, names: Iterable[str]) -> dict[str, SavedTensor]:
 
 
 def host_copy(value: Any) -> Any:
-    """Return a deep copy in host memory, so that training can continue while it is written."""
+    """Return a deep copy in host memory, so that training can continue while it is written; numbers of NumPy as Python's."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
+    if type(value) in AS_PYTHON:
+        return value.item()
     if isinstance(value, dict):
         return {key: host_copy(item) for key, item in value.items()}
     return type(value)(host_copy(item) for item in value) if isinstance(value, (list, tuple)) else value
@@ -231,7 +244,24 @@ def is_plain(value: Any) -> bool:
     blob = io.BytesIO()
     try:
         torch.save(value, blob)
-        torch.load(io.BytesIO(blob.getvalue()), weights_only=True)
+    except Exception:
+        return False
+    return _is_readable(blob)
+
+
+def strange(value: Any, place: str = "") -> Iterator[str]:
+    """Yield the places and types of parts that are not plain, as `optimizer/groups[0]['lr'] is of type numpy.float32`."""
+    if type(value) in (dict, list, tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in items:
+            yield from strange(each, f"{place}[{key!r}]" if place else str(key))
+    elif not isinstance(value, Tensor) and not is_plain(value):
+        yield f"{place or 'it'} is of type {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _is_readable(blob: io.BytesIO) -> bool:
+    try:
+        torch.load(io.BytesIO(blob.getvalue()), map_location="cpu", weights_only=True)
     except Exception:
         return False
     return True

@@ -159,6 +159,7 @@ class LoopWatch:
             self._note_untracked()
         if not self._has_looked:
             self._has_looked = True
+            self._tracked.refuse_unsaved()
             self._look_once()
         if self._begun <= LOOKS or is_saved:
             self._look_at_own(epoch)

@@ -12,6 +12,7 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -31,6 +32,7 @@ FEW = 4
 TIMED = ("time", "elapsed", "second", "duration", "clock")
 """What names of numbers have in them that follow a clock."""
 DAY_S = 86_400.0
+Found = Callable[[], Tensor | None]
 
 
 def harmless(look: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +123,7 @@ class OwnTensors:
 
     def __init__(self) -> None:
         self.is_broken = False
-        self._before: dict[str, list[tuple[ref[Tensor], Place, str]]] = {}
+        self._before: dict[str, list[tuple[Found, Place, str]]] = {}
         """Tensors, held weakly, their places, and a value in the first steps; see tensor_versions.py."""
         self._looks: dict[str, tuple[int, int]] = {}
         """The ids of what was looked at, and how often."""
@@ -132,7 +134,7 @@ class OwnTensors:
         """Look at them before a step's body. known: memory of tracked tensors. holds: whether a tracked object has another."""
         left_in_all = MOST_IN_ALL
         for name, value in _named(frame):
-            named = [(each, tensor) for each, tensor in _tensors(value) if memory_of(tensor) not in known]
+            named = [(find, tensor) for find, tensor in _tensors(value) if memory_of(tensor) not in known]
             if (left_in_all := left_in_all - len(named)) < 0:
                 return
             if named and id(value) not in self._held:
@@ -142,7 +144,7 @@ class OwnTensors:
                 looks = looks + 1 if same == id(value) else 1
                 self._looks[name] = id(value), looks
                 self._before[name] = [
-                    (ref(each), place(each), first_value(each) if looks <= SAMPLED_STEPS else "") for _, each in named
+                    (find, place(each), first_value(each) if looks <= SAMPLED_STEPS else "") for find, each in named
                 ]
 
     @harmless
@@ -152,8 +154,8 @@ class OwnTensors:
         return [name for name, tensors in before.items() if any(_is_changed(*each) for each in tensors)]
 
 
-def _is_changed(tensor: ref[Tensor], before: Place, value: str) -> bool:
-    now = tensor()
+def _is_changed(find: Found, before: Place, value: str) -> bool:
+    now = find()
     return now is not None and (place(now) != before or (bool(value) and first_value(now) != value))
 
 
@@ -180,15 +182,27 @@ def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
                     yield full, part
 
 
-def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a module, or the tensors of a dict or list that have several numbers."""
+def _tensors(value: Any) -> Iterator[tuple[Found, Tensor]]:
+    """Yield what finds them again, and the parameters and buffers of a module, or the tensors of a dict or list that have several numbers."""
     if _is(value, nn.Module):
-        yield from value.named_parameters()
+        yield from ((ref(each), each) for each in value.parameters())
+        for module in value.modules():
+            # By name: a forward pass may put another tensor in a buffer's place.
+            yield from (
+                (partial(_buffer, ref(module), name), each)
+                for name, each in module._buffers.items()
+                if each is not None
+            )
     elif _is(value, dict, list) and len(value) <= MOST:
-        for name, each in value.items() if _is(value, dict) else enumerate(value):
+        for each in value.values() if _is(value, dict) else value:
             if _is(each, Tensor) and each.is_floating_point() and each.numel() > 1 and not each.is_inference():
                 if each.grad_fn is None:  # an output of the model would hold its graph
-                    yield str(name), each
+                    yield ref(each), each
+
+
+def _buffer(module: ref[nn.Module], name: str) -> Tensor | None:
+    owner = module()
+    return owner._buffers.get(name) if owner is not None else None
 
 
 def _is(value: object, *kinds: type) -> bool:

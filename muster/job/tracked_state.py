@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils import _pytree as pytree
 
 from muster.checkpoint.optimizer_state import empty_state, empty_states, flat_state, keep_types, nested_state
-from muster.checkpoint.state import host_copy, is_finite, is_plain
+from muster.checkpoint.state import NOT_PLAIN, host_copy, is_finite, is_plain, strange
 from muster.checkpoint.tensor_versions import Place, place
 from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.data.fingerprint import hash_of, look
@@ -113,6 +113,12 @@ class Tracked:
         """Remember the rate that a step uses: a schedule sets the next one before the loop counts the step."""
         rate = optimizer.param_groups[0].get("lr")
         self._used_lr = rate.detach().clone() if isinstance(rate, Tensor) else rate
+
+    def refuse_unsaved(self) -> None:
+        """Raise ConfigError for an option of an optimizer that no checkpoint could give back."""
+        for name, optimizer in self.optimizers.items():
+            groups = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
+            _check_plain(f"{name}.param_groups", groups)
 
     def needs_two(self) -> str:
         """Return the name and kind of a layer that is trained on two samples or more, if these are of one value each; empty without one."""
@@ -542,11 +548,8 @@ def _check_plain(name: str, state: Any) -> None:
     """Raise ConfigError for a state that torch.load does not read with `weights_only=True`."""
     if any(in_pieces(leaf) for leaf in pytree.tree_leaves(state)):
         raise ConfigError(f"{name} holds DTensors outside of a module and an optimizer: track those")
-    if not is_plain(state):
-        raise ConfigError(
-            f"the state of {name} has what torch.load reads with weights_only=False alone: give tensors, "
-            "numbers and texts, in lists and dicts"
-        )
+    if not is_plain(copy := host_copy(state)):
+        raise ConfigError(NOT_PLAIN.format(what=next(strange(copy, name), f"the state of {name} is a value")))
 
 
 def _shape(value: Any) -> list[int] | None:

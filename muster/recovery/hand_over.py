@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.checkpoint.state import host_copy
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import RankLost, StorageError
 from muster.faults.heartbeat import EMERGENCY
@@ -290,7 +291,7 @@ def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any
     is_source = world.rank == source
     tensors = {name: each.detach() for name, each in state.items() if isinstance(each, Tensor)} if is_source else {}
     blob = io.BytesIO()
-    torch.save({name: value for name, value in state.items() if name not in tensors}, blob)
+    torch.save({name: host_copy(value) for name, value in state.items() if name not in tensors}, blob)
     heads = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
     heads, length = world.broadcast([heads, blob.tell()], source=source)
     raw = (

@@ -539,6 +539,39 @@ def test_a_module_that_the_loop_changes_is_noted_unless_it_is_tracked(place, ran
     assert [each for each in notes if each.startswith("average is changed by the loop and is not tracked")], notes
 
 
+CENTRED = """
+import sys, torch, muster
+from torch import nn
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(1))
+    def forward(self, x):
+        new = 0.9 * self.centre + 0.1 * x.detach().mean()
+        HOW
+        return (x - self.centre).square().mean()
+model, centred = nn.Linear(1, 1), Centred()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with muster.Job("run", tensorboard=False) as job:
+    job.track(model=model, optimizer=optimizer, **({"centred": centred} if "tracked" in sys.argv else {}))
+    for x in job.batches(torch.ones(16, 1), batch_size=4, epochs=1):
+        loss = centred(model(x))
+        loss.backward(), optimizer.step(), optimizer.zero_grad()
+        job.step(loss=loss)
+"""
+
+
+@pytest.mark.parametrize("how", ["self.centre = new", "self.centre.copy_(new)"])
+def test_a_loss_whose_buffer_the_loop_changes_is_noted_unless_it_is_tracked(place, how):
+    for name in ("tracked", "left-out"):
+        folder = place(name)
+        (folder / "centred.py").write_text(CENTRED.replace("HOW", how))
+        told = notes(run(folder, script="centred", to=name))
+        assert [text[:44] for text in told] == ["centred is changed by the loop and is not tr"] * (
+            name == "left-out"
+        ), told
+
+
 UNUSUAL = """
 import atexit, multiprocessing, os, resource, signal, sys, torch, muster
 from torch import nn

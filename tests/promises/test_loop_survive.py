@@ -167,6 +167,20 @@ def test_gradients_that_the_loop_throws_away_stand_in_no_way(tmp_path, form):
     assert killed.sha256 == whole.sha256 and not killed.events("resume")
 
 
+def test_rates_from_an_array_are_saved_and_read_again(tmp_path):
+    """NumPy's numbers were in every checkpoint, and read from none. One whose arithmetic is another than Python's is refused."""
+    kills = {"whole": "", "in-place": "forward@5:1", "all": "forward@9:0,forward@9:1"}
+    done = {name: trained(tmp_path / name, 2, kill, script="scheduled") for name, kill in kills.items()}
+    assert len(done["in-place"].events("survived")) == 1 and not done["in-place"].events("resume")
+    assert done["all"].events("resume") and {each.sha256 for each in done.values()} == {done["whole"].sha256}
+    assert [line["lr"] for line in done["all"].lines("train")] == [line["lr"] for line in done["whole"].lines("train")]
+    refused = trained(tmp_path / "narrow", 2, script="scheduled", code=1, restarts=0, KIND="float32")
+    said = (
+        "optimizer.param_groups[0]['lr'] is of type numpy.float32, which torch.load reads with weights_only=False alone"
+    )
+    assert refused.outcome["exit_code"] == 2 and said in refused.outcome["error"], refused.out
+
+
 def test_a_death_before_the_first_checkpoint_is_named(tmp_path):
     """The other rank has changed the critic's weights, so no rank has the state of a step: all restart."""
     whole, killed = (

@@ -1,0 +1,33 @@
+"""A loop that sets the rate of each step from an array of NumPy's, as many do: `python scheduled.py FOLDER`. KIND: the array's dtype."""
+
+import os
+import sys
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import muster
+from kit.faults import fault
+
+INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+
+def main(job):
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    job.track(model=model, optimizer=optimizer)
+    rates = np.linspace(0.1, 0.01, 16).astype(os.environ.get("KIND", "float64"))
+    for x in job.batches(INPUTS, batch_size=8, epochs=2):
+        for group in optimizer.param_groups:
+            group["lr"] = rates[job.steps_done]
+        fault("forward", job.steps_done)
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        job.step(loss=loss)
+
+
+if __name__ == "__main__":
+    muster.Job(sys.argv[1], save_every=4, log_every=1, tensorboard=False, timeout_s=20).run(main)
