@@ -360,7 +360,7 @@ def at_least_one(what: str, **given: int | None) -> None:
     """Raise ConfigError for an argument of `what` that is neither None nor a whole number of at least 1."""
     for name, value in given.items():
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{what}({name}={value}): give a whole number of at least 1")
+            raise ConfigError(f"{what}({name}={value!r}): give a whole number of at least 1")
 
 
 def with_length(source: Any, what: str) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 from types import TracebackType
 from typing import Any, Self
 
@@ -521,7 +522,7 @@ class Job(JobOptions):
 
 
 def _refuse_other(value: Any, *, what: str, meaning: str) -> None:
-    if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
+    if not (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)):
         raise ConfigError(f"{what} is {described(value)}: give a number or a tensor of one element, {meaning}")
 
 

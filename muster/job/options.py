@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from muster.errors import ConfigError
@@ -134,10 +135,11 @@ def group_options_of(options: JobOptions) -> GroupOptions:
 def _plain(options: JobOptions) -> dict[str, Any]:
     """Return the settings that every rank must have in common, as plain values."""
     names = [each.name for each in dataclasses.fields(JobOptions) if each.name not in ("folder", *NOT_PLAIN)]
-    return {"folder": str(options.folder), **{name: getattr(options, name) for name in names}}
+    return {"folder": str(options.folder), **{name: _readable(getattr(options, name)) for name in names}}
 
 
 def _readable(value: Any) -> Any:
+    value = value.item() if isinstance(value, np.generic) else value
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 

@@ -1787,9 +1787,10 @@ def test_a_value_of_ones_own_that_has_changed_is_told_at_a_resume(place):
     """As its checkpoint has it: an attempt between may have died before it saved one. No file has the secrets of a URL."""
     folder, leave, die = place("own"), "job.save(); raise SystemExit(75)", "os.kill(os.getpid(), 9)"
     for beta, stop, end in ((0.9, 3, leave), (0.99, 5, die), (0.99, 7, leave), (0.9, 0, leave)):
-        own = f"{{'beta': {beta}, 'nan': float('nan'), 'hook': 'https://me:hidden@example.org/?token=hidden'}}"
+        own = f"{{'beta': numpy.float64({beta}), 'nan': float('nan'), 'hook': 'https://me:hidden@example.org/?token=hidden'}}"
         body = f"{LOOP}job.step()\n        if job.steps_done == {stop}: {end}"
-        (folder / "wrong.py").write_text(f"{START}{WITH.replace('save_every=2', f'own={own}, save_every=100')}{body}\n")
+        job = WITH.replace("save_every=2", f"own={own}, save_every=100")
+        (folder / "wrong.py").write_text(f"import numpy\n{START}{job}{body}\n")
         result = run(folder, script="wrong", code=None)
     told = [
         re.fullmatch(r"values of own= have changed since \S+-0000000(\d) was written: beta=(.*)", text)
@@ -1824,11 +1825,11 @@ def test_a_loop_of_ones_own_can_ask_whether_to_stop(place):
 def test_values_are_recorded_by_whatever_name_they_have(place):
     body = (
         "job.track(model=model)\n"
-        "    job.log(lr=torch.tensor(0.5))\n"
+        "    job.log(lr=torch.tensor(0.5), narrow=__import__('numpy').float32(0.25))\n"
         "    job.step(loss=1.0, samples=0, **{'train/weight': 2.0})"
     )
     line = wrong(place("names"), body).lines("train")[0]
-    assert (line["loss"], line["lr"], line.get("train/weight")) == (None, 0.5, None)
+    assert (line["loss"], line["lr"], line["narrow"], line.get("train/weight")) == (None, 0.5, 0.25, None)
     assert wrong(place("named"), body.replace("samples=0, ", "")).lines("train")[0]["train/weight"] == 2.0
 
 
