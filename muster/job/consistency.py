@@ -305,7 +305,7 @@ class Consistency:
     def _refuse_draws(self) -> None:
         """Raise ConfigError if the script has drawn random numbers since `track`: a resumed attempt would draw others."""
         failure = ConfigError(
-            "random numbers were drawn or seeded between track() and batches(), where a resume draws others: do so before "
+            "random numbers were drawn or seeded between track() and batches(), where a resume draws others: draw them before "
             "track(), or from a generator of their own"
         )
         self._world.together(failure if drawn_from(self._generators) else None)
