@@ -28,6 +28,7 @@ from muster.job.in_process_restart import run
 from muster.job.loop_services import AgreedStop, LoopServices
 from muster.job.options import JobOptions
 from muster.job.replicas import settle_buckets
+from muster.job.summed_loss import BACKWARD, SUMMED, is_sum
 from muster.job.tracked_state import Tracked
 from muster.loggers.metrics import check_names
 from muster.sample_plan import Share
@@ -259,6 +260,8 @@ class Job(JobOptions):
         weight: float = portion.count if portion.total else 1
         if portion.of is not None:
             weight = portion.of
+        if self.world_size > 1 and is_sum(loss):
+            services.tell_once("sum", SUMMED)
         services.note(known, weight=weight if samples is None else samples)
         if not portion.ends:
             if text := services.tracked.accumulation.early():
@@ -517,7 +520,7 @@ class Job(JobOptions):
         services.tell_once(
             "weight",
             f"step {self.steps_done} has {all_of_them:g} {what}, not as many in each batch of {self.world_size} ranks: for the exact "
-            "mean gradient use (loss * job.weight).backward()",
+            f"gradient use {BACKWARD}",
         )
 
 

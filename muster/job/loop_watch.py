@@ -26,6 +26,7 @@ from muster.errors import ConfigError
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, parts_of, read_now
 from muster.job.carried_state import BEST, COUNT, RATE, STATE, carried, early, enumerated, own_frames
 from muster.job.own_objects import OwnDraws, OwnNumbers, OwnTensors, memory_of
+from muster.job.summed_loss import BACKWARD
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import REPLICATED, Reached
 from muster.world.group import World
@@ -52,8 +53,8 @@ FORGOTTEN = (
     "takes a module, or any object with state_dict() and load_state_dict(), unless a tracked object saves it or each step sets it anew"
 )
 OWN_NUMBERS = (
-    "{names} {verb} changed by the loop and in no checkpoint: a resume, or the death of a rank, begins {them} anew; track an object that has such "
-    "numbers in its state_dict(), let job.evaluate(..., best=name) choose the best, or follow them from job.steps_done"
+    "{names} {verb} changed by the loop and in no checkpoint: a resume, or the death of a rank, begins {them} anew; follow {them} from job.steps_done, "
+    "let job.evaluate(..., best=name) choose the best, or track an object that has such numbers in its state_dict()"
 )
 MODE = (
     "{name} is trained in evaluation mode at step {step}, and was in training mode before, so dropout and batch norm work otherwise: call train() "
@@ -83,7 +84,8 @@ ALIKE = (
 )
 NO_COUNT = (
     "{what}, and batches() has no count=: a step's mean losses over what is not left out weigh alike, though each rank and micro-batch has unlike many; give "
-    "batches(..., count=lambda batch: ...) that number, as (batch[1] != IGNORED).sum() or sum(lengths), and use (loss * job.weight).backward()"
+    "batches(..., count=lambda batch: ...) that number, as (batch[1] != IGNORED).sum() or sum(lengths), and use "
+    f"{BACKWARD}"
 )
 LEAVE_OUT = {
     "ignore_index": "has a loss with an ignore_index",

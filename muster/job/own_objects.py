@@ -7,8 +7,12 @@ objects.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import inspect
+import linecache
 import math
+import re
 import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator
@@ -82,12 +86,20 @@ class OwnNumbers:
     """
 
     def __init__(self) -> None:
-        self.is_broken, self._before = False, dict[str, float]()
+        self.is_broken, self._before, self._compared = False, dict[str, float](), set[str]()
 
     @harmless
     def begin(self, frame: FrameType | None, apart: Callable[[], Collection[int]]) -> None:
         """Look at them before the first step. frame: of a call from the loop. apart: ids of objects that are saved, or set, by others."""
         self._before = {name: number for name, number, _ in _numbers(frame, apart())}
+
+    def _is_counter(self, name: str, before: float, now: float, owner: object, frame: FrameType | None) -> bool:
+        """Return whether a number that is one of the job's own counts by now is counted by its object itself; once for each."""
+        if now == before or owner is None or name in self._compared:
+            return False
+        self._compared.add(name)
+        attribute = name.rpartition(".")[2]
+        return _counts(type(owner), attribute) and not _sets(frame, attribute)
 
     @harmless
     def changed(
@@ -106,7 +118,10 @@ class OwnNumbers:
             return []
         now = {name: (number, owner) for name, number, owner in _numbers(frame, apart())}
         found = [
-            name for name, before in self._before.items() if name in now and _has_changed(before, now[name][0], known)
+            name
+            for name, before in self._before.items()
+            if name in now
+            and (_has_changed(before, now[name][0], known) or self._is_counter(name, before, *now[name], frame))
         ]
         if found:
             saved = {name for name in found if is_saved(now[name][1])}
@@ -180,6 +195,21 @@ def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
                 if id(part) not in seen:
                     seen.add(id(part))
                     yield full, part
+
+
+def _counts(kind: type, attribute: str) -> bool:
+    """Return whether the methods of a class of the script's own count in an attribute, as by `self.n_steps += 1`."""
+    own = rf"self\.{re.escape(attribute)}"
+    with contextlib.suppress(OSError, TypeError):  # without its text
+        return bool(re.search(rf"{own}\s*(\+=|=\s*{own}\s*\+)", inspect.getsource(kind)))
+    return False
+
+
+def _sets(frame: FrameType | None, attribute: str) -> bool:
+    """Return whether the text around a loop sets an attribute of this name from outside: perhaps by the job's own counts."""
+    files = {each.f_code.co_filename for each in own_frames(frame)}
+    set_outside = re.compile(rf"(?<!\bself)\.{re.escape(attribute)}\s*=(?!=)")
+    return any(set_outside.search("".join(linecache.getlines(file))) for file in files)
 
 
 def _tensors(value: Any) -> Iterator[tuple[Found, Tensor]]:

@@ -539,6 +539,52 @@ def test_a_module_that_the_loop_changes_is_noted_unless_it_is_tracked(place, ran
     assert [each for each in notes if each.startswith("average is changed by the loop and is not tracked")], notes
 
 
+COUNTER = """
+import torch, muster
+class Scheduled:
+    def __init__(self, optimizer):
+        self.optimizer, self.n_steps = optimizer, 0
+    def step(self):
+        self.n_steps += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 / self.n_steps
+        self.optimizer.step(), self.optimizer.zero_grad()
+model = torch.nn.Linear(1, 1)
+scheduled = Scheduled(torch.optim.SGD(model.parameters(), lr=0.1))
+with muster.Job("run", tensorboard=False) as job:
+    job.track(model=model, optimizer=scheduled.optimizer)
+    SET
+    for x in job.batches(torch.ones(16, 1), batch_size=4, epochs=1):
+        model(x).square().mean().backward(), scheduled.step()
+        job.step()
+"""
+
+
+@pytest.mark.parametrize("how", ["scheduled.n_steps = job.steps_done", "pass"])
+def test_a_counter_of_steps_is_noted_before_a_resume_begins_it_anew(place, how):
+    """It is the job's own count until then."""
+    folder = place("counts")
+    (folder / "counter.py").write_text(COUNTER.replace("SET", how))
+    told = notes(run(folder, script="counter", to=""))
+    assert [text[:40] for text in told] == ["scheduled.n_steps is changed by the loop"] * (how == "pass"), told
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_told"),
+    [
+        ("((model(x) - y) ** 2).sum()", True),
+        ("nn.functional.mse_loss(model(x), y, reduction='sum') + model.weight.abs().mean()", True),
+        ("((model(x) - y) ** 2).sum() / len(x)", False),
+        ("torch.stack([nn.functional.mse_loss(model(x), y), model.weight.square().mean()]).sum()", False),
+    ],
+)
+def test_a_loss_that_is_a_sum_is_told_on_several_ranks(place, loss, is_told):
+    body = f"{LOOP}loss = {loss}; loss.backward(); optimizer.step(); optimizer.zero_grad(); job.step(loss=loss)"
+    told = [
+        text for text in notes(wrong(place("two"), body, ranks=2)) if text.startswith("step(loss=...) is a sum over")
+    ]
+    assert bool(told) == is_told and not notes(wrong(place("one"), body)), told
+
+
 CENTRED = """
 import sys, torch, muster
 from torch import nn
