@@ -27,7 +27,16 @@ from muster.checkpoint.schemas import BEST, INDEX, read_best
 from muster.checkpoint.state import RankShare, Shares, file_of, read, saved_tensors
 from muster.checkpoint.trained import Trained, own_prefix
 from muster.checkpoint.weights import unreadable
-from muster.errors import Damaged, Diverged, MusterError, NoValidCheckpoint, StorageError, say, traceback_of
+from muster.errors import (
+    ConfigError,
+    Damaged,
+    Diverged,
+    MusterError,
+    NoValidCheckpoint,
+    StorageError,
+    say,
+    traceback_of,
+)
 from muster.faults.phase import LONG_S
 from muster.files import replace_file
 from muster.redact import without
@@ -35,6 +44,8 @@ from muster.world.group import World, alone
 
 FAILURES_ALLOWED = 3
 OTHERS_S = 30.0
+OF_STATE = (ConfigError, Diverged)
+"""Errors of what is saved, and not of where: the next checkpoint would fail, too."""
 
 
 class Checkpoints:
@@ -56,7 +67,7 @@ class Checkpoints:
         self.may_commit, self.on_commit, self.newest_step = may_commit, on_commit, newest_step
         self._shares = Shares(world)
         self._writer: threading.Thread | None = None
-        self._failures: list[StorageError | Diverged] = []
+        self._failures: list[MusterError] = []
         self._broken: RuntimeError | None = None
         self._saves = 0  # the same on every rank: it matches the ranks' writers on the board
         self._writing: int | None = None
@@ -71,8 +82,9 @@ class Checkpoints:
         `step`. `finite`: tensors of `state` that must be finite, or nothing is committed. The writer checks its copy, so that
         training, and a GPU, need not wait for it.
 
-        Raises Diverged: a tensor that must be finite was not, in the checkpoint before. Raises StorageError: the last three
-        checkpoints could not be written, or the run's folder or its storage is lost.
+        Raises Diverged: a tensor that must be finite was not, in the checkpoint before. Raises ConfigError: it had a value that
+        would not be read again. Raises StorageError: the last three checkpoints could not be written, or the run's folder or its
+        storage is lost.
         """
         self.wait()
         if self.world.sum([float(position["step"] != self.newest_step)]) == [0.0]:
@@ -89,7 +101,7 @@ class Checkpoints:
     def save_alone(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
         """Write and commit a checkpoint of a replicated `state` on this rank alone, as other ranks are gone.
 
-        A newest checkpoint of the same step is left as it is. Raises StorageError.
+        A newest checkpoint of the same step is left as it is. Raises ConfigError, StorageError as `wait` does.
         """
         step, started = int(position["step"]), time.perf_counter()
         if step == self.newest_step:
@@ -100,7 +112,7 @@ class Checkpoints:
         try:
             files = self._write_files(step, draft, {file_of(0): share.pieces(), INDEX: [_as_json(shares.index)]})
             self._commit(files, position, started, draft=draft)
-        except StorageError:
+        except (StorageError, *OF_STATE):
             self.storage.abandon(step, draft)
             raise
         self.newest_step = step
@@ -108,7 +120,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the checkpoint being written is committed or has failed.
 
-        Raises Diverged, StorageError as `save` does. Raises DistBackendError: a rank has died meanwhile, and is restarted in
+        Raises ConfigError, Diverged, StorageError as `save` does. Raises DistBackendError: a rank has died meanwhile, and is restarted in
         place; the checkpoint is given up. Raises DistNetworkError: the rendezvous store is gone, and the process group with it.
         """
         if self._writer:
@@ -116,7 +128,9 @@ class Checkpoints:
             self._writer = None
         if self._broken:
             raise self._broken
-        if len(self._failures) >= FAILURES_ALLOWED or any(isinstance(each, Lost | Diverged) for each in self._failures):
+        if len(self._failures) >= FAILURES_ALLOWED or any(
+            isinstance(each, (Lost, *OF_STATE)) for each in self._failures
+        ):
             raise self._failures[-1]
 
     def has_failed(self, step: int) -> bool:
@@ -139,7 +153,7 @@ class Checkpoints:
         return self._broken is not None or bool(self._writer and self._writer.is_alive())
 
     def flush(self) -> None:
-        """Wait for the last checkpoint of a run, and raise StorageError or Diverged if it failed."""
+        """Wait for the last checkpoint of a run, and raise ConfigError, Diverged or StorageError if it failed."""
         self.wait()
         if self._failures:
             raise self._failures[-1]
@@ -158,7 +172,7 @@ class Checkpoints:
             self.newest_step = step
             if (best := position.get("best")) and best["step"] not in self._failed:
                 self.best = best
-        except (Diverged, StorageError) as error:
+        except (StorageError, *OF_STATE) as error:
             self._give_up(number, step, error)
         except RuntimeError as error:
             # Without the store there is no process group either: the storage has not failed.
@@ -179,8 +193,8 @@ class Checkpoints:
             contents[INDEX] = [_as_json(self._shares.index)]
         try:
             return self._write_files(step, self.world.attempt, contents)
-        except Diverged as error:
-            raise Diverged(f"{name(step)} is not saved: {error}") from None
+        except OF_STATE as error:
+            raise type(error)(f"{name(step)} is not saved: {error}") from None
 
     def _write_files(self, step: int, draft: str, contents: Mapping[str, Iterable[Any]]) -> Files:
         files: Files = {}
@@ -251,7 +265,7 @@ class Checkpoints:
             return self.world.store_keys.is_one_lost()
         return False
 
-    def _give_up(self, number: int, step: int, error: StorageError | Diverged, *, alone: bool = False) -> None:
+    def _give_up(self, number: int, step: int, error: MusterError, *, alone: bool = False) -> None:
         try:
             self._see_folder()
         except Lost as lost:
@@ -273,12 +287,12 @@ class Checkpoints:
             self.on_commit({"failed": str(error), "failures_in_a_row": len(self._failures)})
 
 
-def _said(error: StorageError | Diverged) -> dict[str, Any]:
+def _said(error: MusterError) -> dict[str, Any]:
     return {"failed": str(error), "kind": type(error).__name__}
 
 
-def _failure(said: dict[str, Any]) -> StorageError | Diverged:
-    kinds = {kind.__name__: kind for kind in (Lost, Diverged)}
+def _failure(said: dict[str, Any]) -> MusterError:
+    kinds = {kind.__name__: kind for kind in (Lost, *OF_STATE)}
     return kinds.get(said.get("kind", ""), StorageError)(said["failed"])
 
 

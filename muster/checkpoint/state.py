@@ -29,7 +29,6 @@ ALIGNMENT = 64
 """Bytes; a multiple of the size of every dtype."""
 AS_PYTHON = (np.float64, np.int64, np.bool_)
 """Numbers with which Python's own calculate alike: a rate from an array, as `group["lr"] = rates[step]`."""
-NOT_PLAIN = "{what}, which torch.load reads with weights_only=False alone: give tensors, numbers and texts of Python's own, as float(value), in lists and dicts"
 
 
 class Replicated:
@@ -87,10 +86,8 @@ class RankShare:
             if place in self.finite and not is_finite(tensor):
                 raise Diverged(f"{self.finite[place]} is not finite: lower the learning rate, or clip the gradient")
             yield as_bytes(tensor)
-        blob = io.BytesIO()
-        torch.save(self.values, blob)
-        if not _is_readable(blob):
-            raise ConfigError(NOT_PLAIN.format(what=next(strange(self.values), "a checkpoint's values")))
+        if (blob := _saved(self.values)) is None:
+            raise not_plain(self.values)
         yield memoryview(blob.getvalue())  # not its buffer: a BytesIO that is collected with one crashes Python 3.12
 
 
@@ -241,30 +238,37 @@ def is_finite(tensor: Tensor) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Return whether torch.load reads `value` with `weights_only=True`, once it is saved."""
-    blob = io.BytesIO()
-    try:
-        torch.save(value, blob)
-    except Exception:
-        return False
-    return _is_readable(blob)
+    return _saved(value) is not None
 
 
-def strange(value: Any, place: str = "") -> Iterator[str]:
-    """Yield the places and types of parts that are not plain, as `optimizer/groups[0]['lr'] is of type numpy.float32`."""
+def not_plain(value: Any, place: str = "") -> ConfigError:
+    """Return the error that names the first part of `value` that is not plain, as `optimizer/groups[0]['lr']`."""
+    return ConfigError(
+        f"{next(_strange(value, place), place or 'a value')}, which torch.load does not read with weights_only=True: "
+        "give tensors, numbers and texts of Python's own, as float(value), in lists and dicts"
+    )
+
+
+def _strange(value: Any, place: str = "") -> Iterator[str]:
     if type(value) in (dict, list, tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in items:
-            yield from strange(each, f"{place}[{key!r}]" if place else str(key))
+            yield from _strange(each, f"{place}[{key!r}]" if place else str(key))
     elif not isinstance(value, Tensor) and not is_plain(value):
         yield f"{place or 'it'} is of type {type(value).__module__}.{type(value).__qualname__}"
 
 
-def _is_readable(blob: io.BytesIO) -> bool:
+def _saved(value: Any) -> io.BytesIO | None:
+    """Return `value` as torch.save writes it; None if torch.load would not read that with `weights_only=True`."""
+    blob = io.BytesIO()
     try:
+        torch.save(value, blob)
         torch.load(io.BytesIO(blob.getvalue()), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception:
-        return False
-    return True
+        return None
+    return blob
 
 
 def as_bytes(tensor: Tensor) -> Any:

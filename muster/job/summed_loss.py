@@ -8,8 +8,9 @@ SUM = 2
 """`reduction="sum"` in the nodes of torch's losses (torch.nn._reduction.get_enum)."""
 BACKWARD = "(loss * job.weight).backward() if the loss is a mean, and (loss * job.world_size * (job.weight > 0)).backward() if it is a sum"
 SUMMED = (
-    "step(loss=...) is a sum over this rank's part of the batch: DistributedDataParallel makes the mean of the ranks' gradients, and a record that of their "
-    "losses; for the gradient of the sum use (loss * job.world_size * (job.weight > 0)).backward(), and log the mean, as loss / len(x)"
+    "step(loss=...) has a sum in it. If that is over this rank's samples, its gradient is too small, as DistributedDataParallel makes the mean of the ranks' "
+    "gradients: use (loss * job.world_size * (job.weight > 0)).backward(), and log the mean, as loss / len(x). A sum over anything else, as a penalty on the "
+    "weights, or one that is divided by what all ranks have counted, is right as it is"
 )
 OF_SEVERAL = ("AddBackward", "SubBackward", "NegBackward")
 OF_A_LIST = ("StackBackward", "CatBackward")
@@ -17,10 +18,11 @@ OF_A_LIST = ("StackBackward", "CatBackward")
 
 def is_sum(loss: Any) -> bool:
     """Return True for the sum of a tensor's elements, also beside other summands; False for one of a list of losses, or without a graph."""
-    left = [getattr(loss, "grad_fn", None)]
+    seen, left = set[Any](), [getattr(loss, "grad_fn", None)]
     while left:
-        if (node := left.pop()) is None:
+        if (node := left.pop()) is None or node in seen:
             continue
+        seen.add(node)
         within, name = [each for each, _ in node.next_functions], node.name()
         is_of_list = bool(within and within[0]) and within[0].name().startswith(OF_A_LIST)
         if name.startswith(OF_SEVERAL):

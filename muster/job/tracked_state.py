@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils import _pytree as pytree
 
 from muster.checkpoint.optimizer_state import empty_state, empty_states, flat_state, keep_types, nested_state
-from muster.checkpoint.state import NOT_PLAIN, host_copy, is_finite, is_plain, strange
+from muster.checkpoint.state import host_copy, is_finite, is_plain, not_plain
 from muster.checkpoint.tensor_versions import Place, place
 from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.data.fingerprint import hash_of, look
@@ -549,7 +549,7 @@ def _check_plain(name: str, state: Any) -> None:
     if any(in_pieces(leaf) for leaf in pytree.tree_leaves(state)):
         raise ConfigError(f"{name} holds DTensors outside of a module and an optimizer: track those")
     if not is_plain(copy := host_copy(state)):
-        raise ConfigError(NOT_PLAIN.format(what=next(strange(copy, name), f"the state of {name} is a value")))
+        raise not_plain(copy, name)
 
 
 def _shape(value: Any) -> list[int] | None:

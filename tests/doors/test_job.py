@@ -580,7 +580,7 @@ def test_a_counter_of_steps_is_noted_before_a_resume_begins_it_anew(place, how):
 def test_a_loss_that_is_a_sum_is_told_on_several_ranks(place, loss, is_told):
     body = f"{LOOP}loss = {loss}; loss.backward(); optimizer.step(); optimizer.zero_grad(); job.step(loss=loss)"
     told = [
-        text for text in notes(wrong(place("two"), body, ranks=2)) if text.startswith("step(loss=...) is a sum over")
+        text for text in notes(wrong(place("two"), body, ranks=2)) if text.startswith("step(loss=...) has a sum in it")
     ]
     assert bool(told) == is_told and not notes(wrong(place("one"), body)), told
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from muster.checkpoint.optimizer_state import empty_states, flat_state, keep_types, nested_state
-from muster.checkpoint.state import is_plain
+from muster.checkpoint.state import is_plain, not_plain
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import ConfigError
 
@@ -30,10 +30,7 @@ def check_plain(weights: Mapping[str, Any]) -> None:
     """Raise ConfigError for extra state of a module that cannot be loaded with `weights_only=True`."""
     for name, value in weights.items():
         if not (isinstance(value, Tensor) or callable(value) or is_plain(value)):
-            raise ConfigError(
-                f"{name.removesuffix('_extra_state')}get_extra_state gives a {type(value).__name__} that torch.load reads with "
-                "weights_only=False alone: give tensors, numbers and texts, in lists and dicts"
-            )
+            raise not_plain(value, f"{name.removesuffix('_extra_state')}get_extra_state()")
 
 
 def refuse_extra_state(model: nn.Module, strategy: str) -> None:

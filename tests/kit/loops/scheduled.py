@@ -1,4 +1,7 @@
-"""A loop that sets the rate of each step from an array of NumPy's, as many do: `python scheduled.py FOLDER`. KIND: the array's dtype."""
+"""A loop that sets the rate of each step from an array of NumPy's, as many do: `python scheduled.py FOLDER`.
+
+KIND: the array's dtype. OTHER: what an object of the loop's own holds from step 6 on, a key of OTHERS.
+"""
 
 import os
 import sys
@@ -11,16 +14,30 @@ import muster
 from kit.faults import fault
 
 INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+OTHERS = {"float32": np.float32(0.5), "function": lambda: 0.5}
+
+
+class Last:
+    rate = 0.0
+
+    def state_dict(self):
+        return {"rate": self.rate}
+
+    def load_state_dict(self, state):
+        self.rate = state["rate"]
 
 
 def main(job):
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    job.track(model=model, optimizer=optimizer)
+    own = {"last": Last()} if "OTHER" in os.environ else {}
+    job.track(model=model, optimizer=optimizer, **own)
     rates = np.linspace(0.1, 0.01, 16).astype(os.environ.get("KIND", "float64"))
     for x in job.batches(INPUTS, batch_size=8, epochs=2):
         for group in optimizer.param_groups:
             group["lr"] = rates[job.steps_done]
+        if own and job.steps_done >= 6:
+            own["last"].rate = OTHERS[os.environ["OTHER"]]
         fault("forward", job.steps_done)
         loss = model(x).pow(2).mean()
         loss.backward()
