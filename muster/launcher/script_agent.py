@@ -45,6 +45,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.launcher import api as launcher
 
 COME_BACK, UNMET, LARGEST = 75, 69, 74  # EX_TEMPFAIL and EX_UNAVAILABLE of sysexits.h
+FINAL = range(2, 8)
+"""Exit codes of a Job's errors that a restart would only repeat (muster.errors.final)."""
 CAUSE = "MUSTER_CAUSE"
 """Variable with the file for the cause; execute.py repeats the name."""
 MEETS_AT = "MUSTER_MEETS_AT"
@@ -105,8 +107,10 @@ def main() -> int:
     codes = {
         rank: -signal.SIGKILL if code is None else code for rank, code in ended.items()
     }  # a rank dies with its agent
-    if told and agent and agent.is_restarting:  # they had failed before
-        codes = {}
+    if (
+        told and agent and agent.is_restarting
+    ):  # they had failed before; a rank that no restart helps has told the agent so
+        codes = {each.rank: codes[each.rank] for each in ranks if each.is_final()}
     return exit_code(codes, told=told, is_job=agent is not None and agent.makes_job())
 
 
@@ -315,6 +319,10 @@ class Rank(SubprocessHandler):
         code = self.proc.poll() or 0
         how = f"left with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
         return f"rank {self.rank} {how}" + (f": {self.cause()}" if code > 0 and self.cause() else "")
+
+    def is_final(self) -> bool:
+        """Whether a Job has ended for a reason that a restart does not lift: then a rank ends the agent, too, by SIGTERM."""
+        return self.proc.poll() in FINAL and bool(told_in(self.told))
 
     def cause(self) -> str:
         """Return `FILE:LINE: ERROR` of the last traceback on standard error, or else what the rank has told torchrun; empty without either."""

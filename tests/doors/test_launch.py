@@ -433,6 +433,7 @@ def test_what_a_rank_has_told_torchrun_is_read_in_one_line(tmp_path, told):
 def test_both_sides_of_the_agent_of_a_script_mean_the_same():
     """The agent imports nothing of the kit, so it repeats some names."""
     assert (script_agent.COME_BACK, script_agent.UNMET) == (verdict.COME_BACK, verdict.UNMET)
+    assert {*script_agent.FINAL} == final().keys()
     assert script_agent.STUCK_S == STUCK_S and torchrun.SCRIPT == execute.SCRIPT
 
 

@@ -90,6 +90,32 @@ def test_told_to_stop_before_its_job_begins_it_is_run_again(tmp_path, words):
     assert code == 75 and "to be run again (exit code 75)" in out, out
 
 
+LATE = """
+import os, sys, time
+from pathlib import Path
+import muster
+from muster.errors import ConfigError
+def main(job):
+    Path(f"draft-{job.rank}").write_text(f"{os.getpid()} {os.getppid()}")
+    os.rename(f"draft-{job.rank}", f"pids-{job.rank}")
+    other = Path(f"pids-{1 - job.rank}")
+    while job.rank == int(sys.argv[1]):
+        time.sleep(0.02)
+        if other.exists() and not any(Path("/proc", each).exists() for each in other.read_text().split()):
+            break
+    raise ConfigError("there is no such model")
+muster.Job("run").run(main)
+"""
+
+
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_a_job_that_no_restart_helps_is_not_run_again(tmp_path, late):
+    """Whichever rank ends last: the node's first one also ends the agent, perhaps as that ends it for the other's failure."""
+    (tmp_path / "job.py").write_text(LATE)
+    code, out = launch(tmp_path, "job.py", late)
+    assert code == 2 and "muster: job.py: failed (exit code 2): rank " in out.splitlines()[-1], out
+
+
 @pytest.mark.nightly
 def test_told_to_stop_without_a_handler_it_has_failed(tmp_path):
     (tmp_path / "naive.py").write_text(
