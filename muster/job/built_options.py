@@ -1,10 +1,11 @@
-"""The options that a loop has built its optimizers and schedules with; a resume loads the checkpoint's in their place."""
+"""The options that a loop has built its optimizers, schedules and layers with; a resume loads the checkpoint's in place of the first two."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -66,6 +67,32 @@ def options_of(tracked: Tracked) -> dict[str, Any]:
         if schedule is not None:
             found |= _of_schedule(name, schedule)
     return found
+
+
+def layers_of(tracked: Tracked) -> dict[str, dict[str, int]]:
+    """Return by module how many layers of torch's it has of each kind and options: `{"model": {"Dropout(p=0.1, inplace=False)": 2}}`."""
+    return {
+        name: Counter(
+            re.sub(" at 0x[0-9a-f]+", "", repr(each))
+            for each in module.modules()
+            if type(each).__module__.startswith("torch.nn.modules.") and not [*each.children()]
+        )
+        for name, module in tracked.modules.items()
+    }
+
+
+def other_layers(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (module, its layers before, those here) of layers that differ, as `2 Dropout(p=0.1, inplace=False)`."""
+    for name in sorted(before.keys() & here.keys()):
+        left, new = Counter(before[name]) - Counter(here[name]), Counter(here[name]) - Counter(before[name])
+        if left or new:
+            yield name, _counted(left), _counted(new)
+
+
+def _counted(layers: Mapping[str, int]) -> str:
+    parts = [f"{count} {layer}" for layer, count in sorted(layers.items())]
+    left = [f"{len(parts) - MOST_TOLD} more kinds"] if len(parts) > MOST_TOLD else []
+    return ", ".join([*parts[:MOST_TOLD], *left]) or "no such layer"
 
 
 def schedule_of(tracked: Tracked, optimizer: str) -> LRScheduler | None:

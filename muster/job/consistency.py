@@ -46,6 +46,7 @@ SEEDED = (
 )
 BEYOND = "the run is at step {step}, and batches() ends with step {steps}: nothing is trained, and model.pt has the weights of step {step}"
 OWN_CHANGED = "values of own= have changed since {path} was written: {values}"
+OTHER_LAYERS = "{name} was built with {before} before, and with {here} in place of that now: its weights fit, and the run goes on with them"
 RECIPE = "docs/your-own-loop.md, Another learning rate"
 RESET = "{name} was {before} when track() had restored it, and is {now}: set after track() beside a schedule, it undoes the schedule's steps in every attempt; {remedy}"
 ONCE = f"change it once, together with the schedule's base_lrs, which a checkpoint holds ({RECIPE})"
@@ -83,6 +84,8 @@ class Consistency:
         """The script's own values."""
         self._own_before = own_before(self._options, self._start.saved.manifest if self._start.saved else {})
         self._here, self._loaded_instead = built_options.options_of(tracked), ""
+        self.layers = built_options.layers_of(tracked)
+        """The layers of torch's with which this attempt has built its modules."""
         self.built = self._built()
         """The options with which the run has begun; empty if they are not known."""
         inside = seeded_by_script()  # since the job has seeded all generators
@@ -126,8 +129,12 @@ class Consistency:
         """Yield what an attempt that begins at `step` differs in, and what no checkpoint holds."""
         if source and (text := note_of(source.facts.get("fingerprint", ""))):
             yield text
-        if (values := self._own_changed()) and (saved := self._start.saved):
+        saved, now = self._start.saved, self._world.size
+        if saved and (values := self._own_changed()):
             yield OWN_CHANGED.format(values=values, path=saved.path)
+        layers = (saved and saved.manifest.get("layers")) or {}  # none until 2026-11-30
+        for name, before, here in built_options.other_layers(layers, self.layers):
+            yield OTHER_LAYERS.format(name=name, before=before, here=here)
         if source and (text := self._reset()):
             yield text
         if source and (count := source.last_count) and (layer := self._tracked.needs_two()):
@@ -140,7 +147,6 @@ class Consistency:
                 yield HOOK.format(name=name)
         if self._loaded_instead:
             yield self._loaded_instead
-        saved, now = self._start.saved, self._world.size
         if (
             saved
             and (before := saved.manifest["world_size"]) != now

@@ -181,6 +181,7 @@ class LoopServices:
         saved = {
             "tracked": self.tracked.names,
             "built": self.consistency.built,
+            "layers": self.consistency.layers,
             "own": self.consistency.own,
             "batches": facts,
             "total_steps": self.total_steps,

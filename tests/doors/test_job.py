@@ -1848,6 +1848,33 @@ def test_a_value_of_ones_own_that_has_changed_is_told_at_a_resume(place):
     assert not [each for each in (folder / "run").rglob("*") if each.is_file() and b"hidden" in each.read_bytes()]
 
 
+LAYERED = """
+import os, torch, muster
+from torch import nn
+with muster.Job("run", save_every=100, log_every=1, tensorboard=False) as job:
+    gate = nn.GELU(approximate=os.environ["GATE"])
+    model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(float(os.environ["RATE"])), gate, nn.Linear(4, 1), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    job.track(model=model, optimizer=optimizer)
+    for x in job.batches(torch.ones(16, 1), batch_size=4, epochs=2):
+        model(x).mean().backward(); optimizer.step(); optimizer.zero_grad(); job.step()
+        if job.steps_done == int(os.environ["LEAVE"]): job.save(); raise SystemExit(75)
+"""
+
+
+def test_layers_that_are_built_otherwise_are_told_at_a_resume(place):
+    """No weight has another shape."""
+    folder = place("layers")
+    (folder / "layered.py").write_text(LAYERED)
+    for leave, rate, gate in (("2", "0.1", "none"), ("3", "0.1", "none"), ("4", "0.5", "tanh"), ("0", "0.5", "tanh")):
+        result = run(folder, script="layered", to="", code=None, LEAVE=leave, RATE=rate, GATE=gate)
+    assert notes(result) == [
+        "model was built with 1 Dropout(p=0.1, inplace=False), 1 GELU(approximate='none') before, and with 1 Dropout(p=0.5, inplace=False), "
+        "1 GELU(approximate='tanh') in place of that now: its weights fit, and the run goes on with them"
+    ]
+    assert result.code == 0, result.out
+
+
 def test_a_loop_of_ones_own_can_ask_whether_to_stop(place):
     body = (
         "job.track(model=model)\n"
