@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +28,10 @@ from muster.world.group import World
 
 ALIGNMENT = 64
 """Bytes; a multiple of the size of every dtype."""
-AS_PYTHON = (np.float64, np.int64, np.bool_)
-"""Numbers with which Python's own calculate alike: a rate from an array, as `group["lr"] = rates[step]`."""
+NUMBERS = (np.float64, np.int64, np.bool_)
+"""Numbers that an option of an optimizer may be, as `group["lr"] = rates[step]` from an array: there Python's calculate alike."""
+DICTS, SEQUENCES, OTHERS = (dict, OrderedDict, Counter), (list, tuple, torch.Size), (set, bytearray)
+"""Containers that torch.load gives back with `weights_only=True`."""
 
 
 class Replicated:
@@ -217,14 +220,20 @@ def saved_tensors(index: Index, names: Iterable[str]) -> dict[str, SavedTensor]:
 
 
 def host_copy(value: Any) -> Any:
-    """Return a deep copy in host memory, so that training can continue while it is written; numbers of NumPy as Python's."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if type(value) in AS_PYTHON:
-        return value.item()
-    if isinstance(value, dict):
-        return {key: host_copy(item) for key, item in value.items()}
-    return type(value)(host_copy(item) for item in value) if isinstance(value, (list, tuple)) else value
+    """Return a deep copy in host memory, so that training can continue while it is written. What no checkpoint holds stays as it is."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else _copy(value, host_copy)
+
+
+def as_python(value: Any) -> Any:
+    """Return the options of an optimizer or a schedule with Python's numbers in place of NumPy's."""
+    return value.item() if type(value) in NUMBERS else _copy(value, as_python)
+
+
+def _copy(value: Any, copy: Callable[[Any], Any]) -> Any:
+    kind: Any = type(value)
+    if kind in DICTS:
+        return kind({key: copy(each) for key, each in value.items()})
+    return kind(map(copy, value)) if kind in SEQUENCES else kind(value) if kind in OTHERS else value
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -250,12 +259,19 @@ def not_plain(value: Any, place: str = "") -> ConfigError:
 
 
 def _strange(value: Any, place: str = "") -> Iterator[str]:
-    if type(value) in (dict, list, tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
+    if type(value) in DICTS + SEQUENCES:
+        items = value.items() if type(value) in DICTS else enumerate(value)
         for key, each in items:
-            yield from _strange(each, f"{place}[{key!r}]" if place else str(key))
+            within = f"{place}[{key!r}]" if place else str(key)
+            yield from _strange(each, within)
+            if not is_plain(key):
+                yield f"the key of {within} is of type {_name_of(type(key))}"
     elif not isinstance(value, Tensor) and not is_plain(value):
-        yield f"{place or 'it'} is of type {type(value).__module__}.{type(value).__qualname__}"
+        yield f"{place or 'it'} is of type {_name_of(type(value))}"
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _saved(value: Any) -> io.BytesIO | None:

@@ -180,7 +180,7 @@ class Evaluations:
             before, self._measured[name] = self._measured.get(name), (step, size, value)
             if before and before[1] != size:
                 return TWICE.format(name=name, what=f"of {before[1]} samples and of {size}")
-            if before and before[0] == step and before[2] != value:
+            if before and before[0] == step and repr(before[2]) != repr(value):  # one that is NaN is alike, too
                 return TWICE.format(name=name, what=f"twice at step {step}")
         return ""
 

@@ -260,7 +260,7 @@ class Job(JobOptions):
         weight: float = portion.count if portion.total else 1
         if portion.of is not None:
             weight = portion.of
-        if self.world_size > 1 and is_sum(loss):
+        if self.world_size > 1 and is_sum(loss) and services.tracked.are_averaged:
             services.tell_once("sum", SUMMED)
         services.note(known, weight=weight if samples is None else samples)
         if not portion.ends:

@@ -150,7 +150,8 @@ class LoopWatch:
             gradients = [each.grad for each in parameters if each.grad is not None]
             known = {*map(memory_of, (*parameters, *gradients, *self._tracked.buffers().values()))}
             self._own_draws.begin(sys._getframe())
-            self._own_tensors.begin(sys._getframe(), known, self._tracked.holds)
+            modules = {id(each) for root in self._tracked.modules.values() for each in root.modules()}
+            self._own_tensors.begin(sys._getframe(), known, self._tracked.holds, modules)
         elif self._begun == LOOKS + 1:
             self._own_draws, self._own_tensors = OwnDraws(), OwnTensors()  # which hold some no longer
 

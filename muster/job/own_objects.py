@@ -13,6 +13,7 @@ import inspect
 import linecache
 import math
 import re
+import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator
@@ -145,11 +146,20 @@ class OwnTensors:
         self._held: dict[int, bool] = {}
 
     @harmless
-    def begin(self, frame: FrameType | None, known: Collection[int], holds: Callable[[object], bool]) -> None:
-        """Look at them before a step's body. known: memory of tracked tensors. holds: whether a tracked object has another."""
+    def begin(
+        self,
+        frame: FrameType | None,
+        known: Collection[int],
+        holds: Callable[[object], bool],
+        modules: Collection[int],
+    ) -> None:
+        """Look at them before a step's body.
+
+        known: memory of tracked tensors. holds: whether a tracked object has another. modules: ids of tracked modules and their parts.
+        """
         left_in_all = MOST_IN_ALL
         for name, value in _named(frame):
-            named = [(find, tensor) for find, tensor in _tensors(value) if memory_of(tensor) not in known]
+            named = _untracked(value, known, modules)
             if (left_in_all := left_in_all - len(named)) < 0:
                 return
             if named and id(value) not in self._held:
@@ -166,12 +176,16 @@ class OwnTensors:
     def changed(self) -> list[str] | None:
         """Return the names of those that have changed since `begin`."""
         before, self._before = self._before, {}
-        return [name for name, tensors in before.items() if any(_is_changed(*each) for each in tensors)]
+        return [name for name, tensors in before.items() if _are_changed(tensors)]
 
 
-def _is_changed(find: Found, before: Place, value: str) -> bool:
-    now = find()
-    return now is not None and (place(now) != before or (bool(value) and first_value(now) != value))
+def _are_changed(tensors: list[tuple[Found, Place, str]]) -> bool:
+    with contextlib.suppress(Exception):  # an object that cannot be looked at hides no other
+        for find, before, value in tensors:
+            now = find()
+            if now is not None and (place(now) != before or (value and first_value(now) != value)):
+                return True
+    return False
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -198,11 +212,30 @@ def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 def _counts(kind: type, attribute: str) -> bool:
-    """Return whether the methods of a class of the script's own count in an attribute, as by `self.n_steps += 1`."""
-    own = rf"self\.{re.escape(attribute)}"
-    with contextlib.suppress(OSError, TypeError):  # without its text
-        return bool(re.search(rf"{own}\s*(\+=|=\s*{own}\s*\+)", inspect.getsource(kind)))
-    return False
+    """Return whether the methods of a class of the script's own count in an attribute, as by `self.n += 1`, and from a constant alone."""
+    counts = False
+    for each in filter(lambda each: is_of_user(each.__module__), kind.__mro__):
+        with contextlib.suppress(OSError, TypeError, SyntaxError):  # without its text
+            for value in _assigned(ast.parse(textwrap.dedent(inspect.getsource(each))), attribute):
+                if value is None or f"self.{attribute}" in ast.unparse(value):
+                    counts = True
+                elif not isinstance(value, ast.Constant):  # perhaps the job's own count
+                    return False
+    return counts
+
+
+def _assigned(tree: ast.AST, attribute: str) -> Iterator[ast.expr | None]:
+    """Yield what is assigned to `self.attribute`; None for what `+=` and the like do."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            continue
+        value = None if isinstance(node, ast.AugAssign) else node.value
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple):
+                values = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
+                pairs = [*zip(target.elts, values, strict=False)]
+            yield from (given for each, given in pairs if ast.unparse(each) == f"self.{attribute}")
 
 
 def _sets(frame: FrameType | None, attribute: str) -> bool:
@@ -212,11 +245,23 @@ def _sets(frame: FrameType | None, attribute: str) -> bool:
     return any(set_outside.search("".join(linecache.getlines(file))) for file in files)
 
 
-def _tensors(value: Any) -> Iterator[tuple[Found, Tensor]]:
-    """Yield what finds them again, and the parameters and buffers of a module, or the tensors of a dict or list that have several numbers."""
+def _untracked(value: Any, known: Collection[int], modules: Collection[int]) -> list[tuple[Found, Tensor]]:
+    try:
+        return [(find, tensor) for find, tensor in _tensors(value, modules) if memory_of(tensor) not in known]
+    except Exception:  # as of a lazy module
+        return []
+
+
+def _tensors(value: Any, modules: Collection[int]) -> Iterator[tuple[Found, Tensor]]:
+    """Yield what finds them again, and the parameters and buffers of a module, or the tensors of a dict or list that have several numbers.
+
+    modules: ids of modules whose buffers are left out.
+    """
     if _is(value, nn.Module):
         yield from ((ref(each), each) for each in value.parameters())
         for module in value.modules():
+            if id(module) in modules:
+                continue
             # By name: a forward pass may put another tensor in a buffer's place.
             yield from (
                 (partial(_buffer, ref(module), name), each)
@@ -232,7 +277,7 @@ def _tensors(value: Any) -> Iterator[tuple[Found, Tensor]]:
 
 def _buffer(module: ref[nn.Module], name: str) -> Tensor | None:
     owner = module()
-    return owner._buffers.get(name) if owner is not None else None
+    return dict(owner._buffers.items()).get(name) if owner is not None else None  # TorchScript's has no get()
 
 
 def _is(value: object, *kinds: type) -> bool:

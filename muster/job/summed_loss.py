@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 SUM = 2
@@ -9,24 +10,38 @@ SUM = 2
 BACKWARD = "(loss * job.weight).backward() if the loss is a mean, and (loss * job.world_size * (job.weight > 0)).backward() if it is a sum"
 SUMMED = (
     "step(loss=...) has a sum in it. If that is over this rank's samples, its gradient is too small, as DistributedDataParallel makes the mean of the ranks' "
-    "gradients: use (loss * job.world_size * (job.weight > 0)).backward(), and log the mean, as loss / len(x). A sum over anything else, as a penalty on the "
-    "weights, or one that is divided by what all ranks have counted, is right as it is"
+    "gradients: use (loss * job.world_size * (job.weight > 0)).backward(), and log the mean, as loss / len(x). A sum over something else, or one with weights "
+    "that make it a mean, is right as it is"
 )
 OF_SEVERAL = ("AddBackward", "SubBackward", "NegBackward")
 OF_A_LIST = ("StackBackward", "CatBackward")
 
 
 def is_sum(loss: Any) -> bool:
-    """Return True for the sum of a tensor's elements, also beside other summands; False for one of a list of losses, or without a graph."""
+    """Return True for the sum of a tensor's elements, also beside other summands.
+
+    False for a sum of means, of a list of losses, or over a parameter, as in a penalty; and without a graph.
+    """
     seen, left = set[Any](), [getattr(loss, "grad_fn", None)]
     while left:
         if (node := left.pop()) is None or node in seen:
             continue
         seen.add(node)
         within, name = [each for each, _ in node.next_functions], node.name()
-        is_of_list = bool(within and within[0]) and within[0].name().startswith(OF_A_LIST)
         if name.startswith(OF_SEVERAL):
             left += within
-        elif getattr(node, "_saved_reduction", None) == SUM or (name == "SumBackward0" and not is_of_list):
+        elif getattr(node, "_saved_reduction", None) == SUM:
             return True
+        elif name == "SumBackward0" and within[0] and not within[0].name().startswith((*OF_A_LIST, "MeanBackward")):
+            if not _is_of_parameter(within[0], node._saved_self_sym_sizes):
+                return True
     return False
+
+
+def _is_of_parameter(node: Any, shape: Sequence[int]) -> bool:
+    """Return whether elements of this shape are those of a parameter, each by itself."""
+    while within := [each for each, _ in node.next_functions if each]:
+        if len(within) > 1:
+            return False
+        node = within[0]
+    return hasattr(node, "variable") and tuple(node.variable.shape) == tuple(shape)

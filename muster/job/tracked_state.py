@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils import _pytree as pytree
 
 from muster.checkpoint.optimizer_state import empty_state, empty_states, flat_state, keep_types, nested_state
-from muster.checkpoint.state import host_copy, is_finite, is_plain, not_plain
+from muster.checkpoint.state import as_python, host_copy, is_finite, is_plain, not_plain
 from muster.checkpoint.tensor_versions import Place, place
 from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.data.fingerprint import hash_of, look
@@ -92,7 +92,7 @@ class Tracked:
             elif value.layout != torch.strided:
                 raise ConfigError(SPARSE.format(name=name))
         for name, other in self.others.items():
-            _check_plain(name, other.state_dict())
+            _check_plain(name, _of_other(other))
         self._saved_buffers = {*self._buffers()}
         self._built_buffers = {name: _built(buffer) for name, buffer in self._unsaved_buffers()}
         self._changed_buffers: set[str] = set()
@@ -118,7 +118,7 @@ class Tracked:
         """Raise ConfigError for an option of an optimizer that no checkpoint could give back."""
         for name, optimizer in self.optimizers.items():
             groups = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
-            _check_plain(f"{name}.param_groups", groups)
+            _check_plain(f"{name}.param_groups", as_python(groups))
 
     def needs_two(self) -> str:
         """Return the name and kind of a layer that is trained on two samples or more, if these are of one value each; empty without one."""
@@ -156,6 +156,11 @@ class Tracked:
 
     def parameters(self) -> list[Tensor]:
         return [parameter for module in self.modules.values() for parameter in module.parameters()]
+
+    @property
+    def are_averaged(self) -> bool:
+        """Whether torch makes the mean of the ranks' gradients: in DistributedDataParallel, and after fully_shard."""
+        return self.are_in_ddp or any(map(in_pieces, self.parameters()))
 
     def saves(self, optimizer: Optimizer) -> bool:
         """Return whether the state of `optimizer`, which has made a step, is saved: by itself or by an object that holds it.
@@ -227,12 +232,12 @@ class Tracked:
         """Return copies of the options of all optimizers' groups, and of the state of the other objects."""
         groups = {
             f"{name}/{GROUPS}": [
-                {key: names if key == "params" else host_copy(value) for key, value in group.items()}
+                {key: names if key == "params" else host_copy(as_python(value)) for key, value in group.items()}
                 for group, names in self._groups(optimizer)
             ]
             for name, optimizer in self.optimizers.items()
         }
-        return groups | {name: host_copy(other.state_dict()) for name, other in self.others.items()}
+        return groups | {name: host_copy(_of_other(each)) for name, each in self.others.items()}
 
     def of_optimizers(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._of_optimizers().items() if isinstance(value, Tensor)}
@@ -435,7 +440,8 @@ class Tracked:
                 f"{name} keeps state by {type(strange).__name__}, which no checkpoint can name: keep it by parameter"
             )
         flat = flat_state(optimizer, self._names, name)
-        return {**flat, f"{name}/{GROUPS}": [{**group, "params": names} for group, names in self._groups(optimizer)]}
+        groups = [{**as_python(group), "params": names} for group, names in self._groups(optimizer)]
+        return {**flat, f"{name}/{GROUPS}": groups}
 
     def _groups(self, optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
         for group in optimizer.param_groups:
@@ -446,7 +452,7 @@ class Tracked:
 
         What differs between ranks has their prefix; frozen names are then left out.
         """
-        values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
+        values = {name: host_copy(_of_other(self.others[name])) for name in sorted(self.others)}
         values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients.items() if not in_pieces(each)}
         values[ZEROED], values[FROZEN] = self.accumulation.zeroed(gradients), self.frozen()
         digests = self.world.gather([_digest(value) for value in values.values()])
@@ -542,6 +548,11 @@ def _refuse(name: str, thing: Any) -> None:
 
 def _is_trained(module: nn.Module) -> bool:
     return any(each.requires_grad for each in module.parameters())
+
+
+def _of_other(thing: Any) -> Any:
+    state = thing.state_dict()
+    return as_python(state) if isinstance(thing, LRScheduler) else state
 
 
 def _check_plain(name: str, state: Any) -> None:

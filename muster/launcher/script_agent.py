@@ -172,7 +172,7 @@ class ScriptAgent(LocalElasticAgent):
         folder = words[at + 1].replace(".", "/") if words[at] == "-m" and words[at + 1 :] else ""
         for path in (f"{folder}.py", f"{folder}/__main__.py") if folder else (words[at],):
             with contextlib.suppress(OSError, ValueError, SyntaxError):
-                return any(map(_is_job, ast.walk(ast.parse(Path(path).read_text(encoding="utf-8")))))
+                return _makes_job(ast.parse(Path(path).read_text(encoding="utf-8")))
         return False
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
@@ -355,10 +355,24 @@ class Rank(SubprocessHandler):
             each.join(max(0.0, deadline - time.monotonic()))
 
 
-def _is_job(node: ast.AST) -> bool:
-    if isinstance(node, ast.ImportFrom):
-        return node.module == "muster" and any(each.name == "Job" for each in node.names)
-    return isinstance(node, ast.Attribute) and node.attr == "Job" and getattr(node.value, "id", "") == "muster"
+def _makes_job(script: ast.Module) -> bool:
+    nodes = [*ast.walk(script)]
+    names = {
+        "muster",
+        *(
+            each.asname
+            for node in nodes
+            if isinstance(node, ast.Import)
+            for each in node.names
+            if each.name == "muster"
+        ),
+    }
+    return any(
+        (node.module in ("muster", "muster.job") and any(each.name == "Job" for each in node.names))
+        if isinstance(node, ast.ImportFrom)
+        else isinstance(node, ast.Attribute) and node.attr == "Job" and getattr(node.value, "id", "") in names
+        for node in nodes
+    )
 
 
 def told_in(path: str) -> str:

@@ -493,7 +493,7 @@ def improve(value):
     global best
     best = max(value, best)
 def main(job):
-    net, average = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1)), nn.Linear(1, 1)
+    net, average, lazy = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1)), nn.Linear(1, 1), nn.LazyBatchNorm1d()
     net = nn.parallel.DistributedDataParallel(net) if job.world_size > 1 else net
     optimizer, stopping, kept = torch.optim.Adam(net.parameters()), Stopping(), Kept()
     job.track(model=net, **({} if "UNTRACKED" in os.environ else {"optimizer": optimizer, "kept": kept}))
@@ -542,8 +542,9 @@ def test_a_module_that_the_loop_changes_is_noted_unless_it_is_tracked(place, ran
 COUNTER = """
 import torch, muster
 class Scheduled:
-    def __init__(self, optimizer):
-        self.optimizer, self.n_steps = optimizer, 0
+    "Never self.n_steps = self.n_steps + 2"
+    def __init__(self, optimizer, start=0):
+        self.optimizer, self.n_steps = optimizer, START
     def step(self):
         self.n_steps += 1
         self.optimizer.param_groups[0]["lr"] = 0.1 / self.n_steps
@@ -559,29 +560,36 @@ with muster.Job("run", tensorboard=False) as job:
 """
 
 
-@pytest.mark.parametrize("how", ["scheduled.n_steps = job.steps_done", "pass"])
-def test_a_counter_of_steps_is_noted_before_a_resume_begins_it_anew(place, how):
-    """It is the job's own count until then."""
+@pytest.mark.parametrize(
+    ("start", "how"), [("0", "scheduled.n_steps = job.steps_done"), ("start", "pass"), ("0", "pass")]
+)
+def test_a_counter_of_steps_is_noted_before_a_resume_begins_it_anew(place, start, how):
+    """It is the job's own count until then. One that is given where it begins may follow that."""
     folder = place("counts")
-    (folder / "counter.py").write_text(COUNTER.replace("SET", how))
+    (folder / "counter.py").write_text(COUNTER.replace("SET", how).replace("START", start))
     told = notes(run(folder, script="counter", to=""))
-    assert [text[:40] for text in told] == ["scheduled.n_steps is changed by the loop"] * (how == "pass"), told
+    assert [text[:40] for text in told] == ["scheduled.n_steps is changed by the loop"] * (
+        (start, how) == ("0", "pass")
+    ), told
 
 
 @pytest.mark.parametrize(
     ("loss", "is_told"),
     [
         ("((model(x) - y) ** 2).sum()", True),
-        ("nn.functional.mse_loss(model(x), y, reduction='sum') + model.weight.abs().mean()", True),
+        ("nn.functional.mse_loss(model(x), y, reduction='sum') + model.module.weight.abs().mean()", True),
         ("((model(x) - y) ** 2).sum() / len(x)", False),
-        ("torch.stack([nn.functional.mse_loss(model(x), y), model.weight.square().mean()]).sum()", False),
+        ("((model(x) - y) ** 2).mean(dim=0).sum()", False),
+        ("nn.functional.mse_loss(model(x), y) + sum(0.1 * each.abs().sum() for each in model.parameters())", False),
+        ("torch.stack([nn.functional.mse_loss(model(x), y), model.module.weight.square().mean()]).sum()", False),
     ],
 )
 def test_a_loss_that_is_a_sum_is_told_on_several_ranks(place, loss, is_told):
-    body = f"{LOOP}loss = {loss}; loss.backward(); optimizer.step(); optimizer.zero_grad(); job.step(loss=loss)"
-    told = [
-        text for text in notes(wrong(place("two"), body, ranks=2)) if text.startswith("step(loss=...) has a sum in it")
-    ]
+    body = (
+        f"model = nn.parallel.DistributedDataParallel(model)\n    {LOOP}loss = {loss}; loss.backward(); optimizer.step(); "
+        "optimizer.zero_grad(); job.step(loss=loss)"
+    )
+    told = [text for text in notes(wrong(place("two"), body, ranks=2)) if "has a sum in it" in text]
     assert bool(told) == is_told and not notes(wrong(place("one"), body)), told
 
 
@@ -1228,6 +1236,10 @@ LOOP = (
 )
 
 
+OWN_STATE = (
+    "import collections, numpy, types\n"
+    "    job.track(model=model, own=types.SimpleNamespace(state_dict=lambda: {}, load_state_dict=print))"
+)
 WEIGHTED = "job.track(model=model); job.batches(data, batch_size=8, epochs=1, weights={})"
 
 
@@ -1242,6 +1254,10 @@ WEIGHTED = "job.track(model=model); job.batches(data, batch_size=8, epochs=1, we
         ("job.track(model=3)", "track(model=...) is of type int, which has no state_dict()"),
         ("job.track(optimizer=optimizer)", "track the module, too"),
         ("job.track(loop=model)", "choose another"),
+        (OWN_STATE.format("{'mean': numpy.float64(1)}"), "own['mean'] is of type numpy.float64, which torch.load"),
+        (OWN_STATE.format("[collections.defaultdict(int)]"), "own[0] is of type collections.defaultdict, which"),
+        (OWN_STATE.format("{'p': collections.namedtuple('P', 'x')(1)}"), "own['p'] is of type __main__.P, which"),
+        (OWN_STATE.format("{numpy.int64(3): 1}"), "the key of own[np.int64(3)] is of type numpy.int64, which"),
         ("muster.Job('other').__enter__()", "run is open in this process"),
         (f"{LOOP}pass", "no step() came for batch 0"),
         (f"{LOOP}job.step(); job.step()", "without a new batch"),
@@ -1303,6 +1319,19 @@ def test_misuse_is_one_line(place, body, says):
     result = wrong(place("wrong"), body)
     assert result.code == 2 and len(result.said) == 1 and says in result.said[0], result.out
     assert "Traceback" not in result.out
+
+
+def test_containers_of_a_state_come_back_as_they_were(place):
+    state = "{'c': C(a=1), 'o': O(b=(1, [2])), 's': {3}, 'b': bytearray(b'4'), 'size': torch.ones(5, 6).shape}"
+    body = (
+        "from collections import Counter as C, OrderedDict as O; import types\n"
+        f"    own = types.SimpleNamespace(state_dict=lambda: {state}, load_state_dict=lambda given: print('given', given == {state}, given))\n"
+        f"    {LOOP.replace('model=model', 'model=model, own=own')}job.step(); job.save(); raise SystemExit(75)"
+    )
+    folder = place("kinds")
+    assert "given" not in wrong(folder, body).out
+    given = "given True {'c': Counter({'a': 1}), 'o': OrderedDict([('b', (1, [2]))]), 's': {3}, 'b': bytearray(b'4'), 'size': torch.Size([5, 6])}"
+    assert given in (again := wrong(folder, body).out), again
 
 
 @pytest.mark.parametrize("more, says", [(0, "sum 4950"), (1, "goes on after 100 samples, which is its length")])

@@ -75,13 +75,15 @@ def test_told_to_stop_it_saves_and_leaves_with_75_and_the_same_command_goes_on(t
     assert mine.steps(tmp_path) == [*range(60)]
 
 
-@pytest.mark.parametrize("words", [["job.py"], ["-m", "jobs.job"]])
-def test_told_to_stop_before_its_job_begins_it_is_run_again(tmp_path, words):
+@pytest.mark.parametrize(
+    ("words", "name", "alias"), [(["job.py"], "muster", ""), (["-m", "jobs.job"], "kit", " as kit")]
+)
+def test_told_to_stop_before_its_job_begins_it_is_run_again(tmp_path, words, name, alias):
     """The script of a Job may load its data first, for minutes."""
     path = tmp_path / ("job.py" if words[0] == "job.py" else "jobs/job.py")
     path.parent.mkdir(exist_ok=True)
     path.write_text(
-        "import time\nopen('ready', 'w').close()\ntime.sleep(60)\nimport muster\nmuster.Job('run').run(print)\n"
+        f"import time\nopen('ready', 'w').close()\ntime.sleep(60)\nimport muster{alias}\n{name}.Job('run').run(print)\n"
     )
     process = start(tmp_path, *words)
     until((tmp_path / "ready").exists, "start", timeout_s=120)

@@ -179,8 +179,8 @@ def test_rates_from_an_array_are_saved_and_read_again(tmp_path):
     assert refused.outcome["exit_code"] == 2 and said in refused.outcome["error"], refused.out
 
 
-@pytest.mark.nightly(but=["2-numpy.float32"])
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "numpy.float32"), (1, "numpy.float32"), (2, "builtins.function")])
+@pytest.mark.nightly(but=["2-numpy.float64"])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "numpy.float64"), (1, "numpy.float64"), (2, "builtins.function")])
 def test_a_state_that_becomes_unreadable_ends_the_run(tmp_path, ranks, kind):
     """At once, as every later checkpoint would fail, too; the one before stays."""
     done = trained(tmp_path / "job", ranks, script="scheduled", code=1, restarts=0, OTHER=kind.partition(".")[2])

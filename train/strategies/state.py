@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from muster.checkpoint.optimizer_state import empty_states, flat_state, keep_types, nested_state
-from muster.checkpoint.state import is_plain, not_plain
+from muster.checkpoint.state import as_python, is_plain, not_plain
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import ConfigError
 
@@ -67,7 +67,7 @@ def of_optimizer(
             )
         flat[OTHERS] = {key: [value, _device(value)] for key, value in others.items()}
     groups = zip(optimizer.param_groups, everywhere or groups_of(optimizer, model), strict=True)
-    return {**flat, GROUPS: [{**group, "params": params} for group, params in groups]}
+    return {**flat, GROUPS: [{**as_python(group), "params": params} for group, params in groups]}
 
 
 def targets(

@@ -14,7 +14,7 @@ import muster
 from kit.faults import fault
 
 INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-OTHERS = {"float32": np.float32(0.5), "function": lambda: 0.5}
+OTHERS = {"float64": np.float64(0.5), "function": lambda: 0.5}
 
 
 class Last:
