@@ -21,7 +21,7 @@ from muster.errors import BadHost, ConfigError, Diverged, MusterError, say
 from muster.faults.preemption import Preemption
 from muster.lease.open_folder import RunFolder
 from muster.process import freeze, keep_memory
-from muster.recovery.survival import Survival
+from muster.recovery.survival import Survival, why_none_survives
 from muster.sample_plan import Plan
 from muster.timing.clock import Clock
 from muster.train.callbacks.all import Callbacks
@@ -228,7 +228,8 @@ def open_run(
     )
     training.run = weakref.proxy(run)
     try:
-        notes = announced(run, start.saved, kinds=kinds, frozen=made.in_evaluation, why_not=why_no_survival)
+        why_not = why_none_survives(run.world, why_no_survival)
+        notes = announced(run, start.saved, kinds=kinds, frozen=made.in_evaluation, why_not=why_not)
         known = {"total_steps": run.total_steps, "samples_per_epoch": len(data.train)}
         start.tell(running, notes, save=partial(save, run), **known)
         kept.follow(training, folder)

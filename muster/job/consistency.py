@@ -76,7 +76,7 @@ class Consistency:
     """Compares ranks with each other, and this attempt with the checkpoint of an earlier one."""
 
     def __init__(self, bootstrap: Bootstrap, tracked: Tracked):
-        self._bootstrap, self._options, self._tracked = bootstrap, bootstrap.options, tracked
+        self._options, self._tracked = bootstrap.options, tracked
         self._world, self._start, self._kept = bootstrap.world, bootstrap.start, bootstrap.kept
         self._is_other_length = False
         """True on rank 0 if a checkpoint of another number of ranks has a schedule for another number of steps."""
@@ -125,8 +125,11 @@ class Consistency:
         self._refuse_length(source.total_steps)
         self._refuse_whole(source)
 
-    def notes(self, source: BatchSource | None, *, step: int) -> Iterator[str]:
-        """Yield what an attempt that begins at `step` differs in, and what no checkpoint holds."""
+    def notes(self, source: BatchSource | None, *, step: int, why_not: str) -> Iterator[str]:
+        """Yield what an attempt that begins at `step` differs in, and what no checkpoint holds.
+
+        why_not: why a rank that dies ends all ranks, although survive=True; empty if it is restarted in place.
+        """
         if source and (text := note_of(source.facts.get("fingerprint", ""))):
             yield text
         saved, now = self._start.saved, self._world.size
@@ -163,8 +166,8 @@ class Consistency:
             yield SEEDED.format(own=own, seed=seed)
         if self._world.is_borrowed and (text := external_group.why_restart_may_hang()):
             yield text
-        if why := self._bootstrap.why_no_survival:
-            yield WHY_NOT.format(key=JobTrainee.key, why=why)
+        if why_not:
+            yield WHY_NOT.format(key=JobTrainee.key, why=why_not)
 
     @property
     def _elsewhere(self) -> str:

@@ -33,6 +33,7 @@ from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import JobTrainee, Reached, seed_step
 from muster.loggers.metrics import Metrics
+from muster.recovery.survival import why_none_survives
 from muster.timing.clock import Clock
 from muster.world.counts import OF
 from muster.world.counts import means as averages
@@ -168,7 +169,8 @@ class LoopServices:
         self.running = running = self._run(records, facts)
         self.bootstrap.life.on_end(running.close, failed=running.close)
         known = {name: value for name, value in known.items() if value}
-        notes = self.consistency.notes(batch_source, step=self.reached.step)
+        why_not = why_none_survives(self.world, self.bootstrap.why_no_survival)
+        notes = self.consistency.notes(batch_source, step=self.reached.step, why_not=why_not)
         self.is_open = True
         self.start.tell(running, notes, save=self.save, total_steps=self.total_steps, **known)
         look_away = self.watch.open(batch_source, is_new=self.begins)

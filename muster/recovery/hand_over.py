@@ -75,7 +75,9 @@ class HandOver:
 
     def follow(self, trainee: Trainee, folder: RunFolder) -> None:
         """Note that this rank makes steps, and drop what it kept of the attempt before. Collective."""
-        if self.survival is None:
+        if (
+            self.survival is None or trainee.world.store_keys.incarnations is None
+        ):  # perhaps one rank alone cannot be restarted
             return
         trainee.follow()
         self.mark, self.state, self.why_lost = None, {}, ""

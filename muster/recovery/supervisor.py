@@ -38,6 +38,7 @@ DEADLY = {
     signal.SIGFPE,
 }
 """Signals after which a rank is restarted in place."""
+ENDED_S = 0.5
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 
@@ -196,8 +197,11 @@ def why_no_fork() -> str:
         if not (child := os.fork()):
             os._exit(0)
         os.waitpid(child, 0)
-        if _threads() > 1:
-            return "an imported module has started a thread"
+        ends = time.monotonic() + ENDED_S
+        while _threads() > 1:  # the kernel may list one that has ended a little longer
+            if time.monotonic() > ends:
+                return "an imported module has started a thread"
+            time.sleep(0.005)
     if multiprocessing.active_children():
         return "a process has been started"  # which only its parent can wait for
     return "an imported module has opened a connection" if _has_connection() else ""

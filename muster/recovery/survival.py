@@ -187,6 +187,13 @@ def why_no_survival() -> str:
     return why_no_child() if "TORCHELASTIC_RUN_ID" in os.environ else "ranks are not started by torchrun"
 
 
+def why_none_survives(world: World, why: str) -> str:
+    """Return why a rank's death ends all: a rank's own `why`, and which rank says so unless all do; empty if it does not. Collective."""
+    told = world.gather(why)
+    first = next(filter(None, told), "")
+    return first if all(told) or not first else f"{first}, on rank {told.index(first)}"
+
+
 def why_no_child() -> str:
     """Return why a child of this process cannot be a rank; empty if it can."""
     if sys.platform != "linux":

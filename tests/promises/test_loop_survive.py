@@ -191,6 +191,18 @@ def test_a_state_that_becomes_unreadable_ends_the_run(tmp_path, ranks, kind):
     assert done.lines("train")[-1]["step"] < 14
 
 
+@pytest.mark.parametrize("which", ["0", "1"])
+def test_of_ranks_of_which_one_cannot_be_restarted_in_place_all_restart(tmp_path, which):
+    """One that has started a thread before the job, as a tracker on rank 0 does: the meeting tells all of them."""
+    whole, killed = (
+        trained(tmp_path / name, 2, kill, script="evaluated", THREAD=which)
+        for name, kill in (("whole", ""), ("killed", "evaluated@5:1"))
+    )
+    note = f"(survive=True does not apply: an imported module has started the thread own, on rank {which})"
+    assert [note in line["text"] for line in whole.events("note")] == [True], whole.out
+    assert [line["step"] for line in killed.events("resume")] == [4] and killed.sha256 == whole.sha256
+
+
 def test_a_death_before_the_first_checkpoint_is_named(tmp_path):
     """The other rank has changed the critic's weights, so no rank has the state of a step: all restart."""
     whole, killed = (

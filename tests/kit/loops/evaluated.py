@@ -1,6 +1,7 @@
 """Each rank has batch-norm statistics of its own, and evaluates by rank 0's in the loop's body: `python evaluated.py FOLDER`.
 
 It is copied and written as a whole there, and each rank logs a number of its own. The network outlives the job. A bar shows how the data are loaded, before: tqdm starts a thread for it. BLOCK=1: a `with` block in place of `Job.run`.
+THREAD: a rank that has started a thread before.
 """
 
 import copy
@@ -8,6 +9,7 @@ import gc
 import io
 import os
 import sys
+import threading
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -53,6 +55,8 @@ def main(job):
 
 
 if __name__ == "__main__":
+    if os.environ.get("THREAD") == os.environ["RANK"]:
+        threading.Thread(target=threading.Event().wait, name="own", daemon=True).start()
     made = muster.Job(sys.argv[1], save_every=2, log_every=100, tensorboard=False, timeout_s=20)
     if os.environ.get("BLOCK"):
         with made as job:
