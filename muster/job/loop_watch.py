@@ -49,9 +49,11 @@ REMEDIES = {
 }
 ENUMERATED = "{name} counts the batches of this attempt, and begins with 0 again after a resume, or the death of a rank: follow job.steps_done where it matters"
 FORGOTTEN = (
-    "{name} is changed by the loop and is not tracked: a resume, or the death of a rank, would begin it anew; name it: track({short}={name}), which "
-    "takes a module, or any object with state_dict() and load_state_dict(), unless a tracked object saves it or each step sets it anew"
+    "{name} is changed by the loop and is not tracked: a resume, or the death of a rank, would begin it anew, unless a tracked object saves it or each "
+    "step sets it anew; {remedy}"
 )
+NAME_IT = "name it: track({short}={name}), which takes a module, or any object with state_dict() and load_state_dict()"
+HOLD_IT = "hold it in a module's buffers, or in an object with state_dict() and load_state_dict(), and track that"
 OWN_NUMBERS = (
     "{names} {verb} changed by the loop and in no checkpoint: a resume, or the death of a rank, begins {them} anew; follow {them} from job.steps_done, "
     "let job.evaluate(..., best=name) choose the best, or track an object that has such numbers in its state_dict()"
@@ -250,9 +252,9 @@ class LoopWatch:
         step = self._reached.step
         if drawn := self._own_draws.drawn(sys._getframe()):
             self._tell("own generator", OWN_GENERATOR.format(name=drawn))
-        for name in self._own_tensors.changed() or ():
-            text = FORGOTTEN.format(name=name, short=name.rpartition(".")[2])
-            self._tell(f"own {name}", text)
+        for name, is_module in self._own_tensors.changed() or ():
+            remedy = NAME_IT.format(name=name, short=name.rpartition(".")[2]) if is_module else HOLD_IT
+            self._tell(f"own {name}", FORGOTTEN.format(name=name, remedy=remedy))
         known = {step, step - 1, epoch, epoch + 1}
         found = self._own_numbers.changed(sys._getframe(), self._apart, known=known, is_saved=self._saves)
         if found:

@@ -16,12 +16,14 @@ import re
 import textwrap
 import time
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
+import numpy as np
 from torch import Tensor, nn
 
 from muster.checkpoint.tensor_versions import SAMPLED_STEPS, Place, first_value, place, stored
@@ -32,8 +34,8 @@ from muster.world.dtensor import own_piece
 
 MOST, MOST_IN_ALL = 1_000, 5_000
 """The most items of a container that is looked at, and the most global names, and tensors, in all."""
-FEW = 4
-"""The most items of a list of numbers that is looked at."""
+FEW, FEW_PARTS = 4, 16
+"""The most items of a list of numbers that is looked at, and the most parts of an item of a container."""
 TIMED = ("time", "elapsed", "second", "duration", "clock")
 """What names of numbers have in them that follow a clock."""
 DAY_S = 86_400.0
@@ -135,12 +137,12 @@ class OwnNumbers:
 
 
 class OwnTensors:
-    """Modules, and dicts and lists of tensors, of the script's own that are not tracked, to see which of them a loop changes: an average, a critic."""
+    """Modules and containers of tensors of the script's own that are not tracked, to see which of them a loop changes: an average, a replay buffer."""
 
     def __init__(self) -> None:
         self.is_broken = False
-        self._before: dict[str, list[tuple[Found, Place, str]]] = {}
-        """Tensors, held weakly, their places, and a value in the first steps; see tensor_versions.py."""
+        self._before: dict[str, tuple[bool, list[Callable[[], bool]]]] = {}
+        """By name, whether it is a module, and what tells whether a tensor of it, or what a container holds, has changed."""
         self._looks: dict[str, tuple[int, int]] = {}
         """The ids of what was looked at, and how often."""
         self._held: dict[int, bool] = {}
@@ -158,34 +160,67 @@ class OwnTensors:
         known: memory of tracked tensors. holds: whether a tracked object has another. modules: ids of tracked modules and their parts.
         """
         left_in_all = MOST_IN_ALL
-        for name, value in _named(frame):
-            named = _untracked(value, known, modules)
-            if (left_in_all := left_in_all - len(named)) < 0:
+        for name, value, owner in _named(frame):
+            named, items = _untracked(name, value, known, modules), _items(value)
+            if (left_in_all := left_in_all - len(named) - len(items)) < 0:
                 return
-            if named and id(value) not in self._held:
+            if (named or items) and id(value) not in self._held:
                 self._held[id(value)] = holds(value)
-            if named and not self._held[id(value)]:
+            if (named or items) and not self._held[id(value)]:
                 same, looks = self._looks.get(name, (0, 0))
                 looks = looks + 1 if same == id(value) else 1
                 self._looks[name] = id(value), looks
-                self._before[name] = [
-                    (find, place(each), first_value(each) if looks <= SAMPLED_STEPS else "") for find, each in named
-                ]
+                self._before[name] = (
+                    _is(value, nn.Module),
+                    [
+                        partial(_has_other_items, value, owner, name, items) if items else bool,
+                        *(
+                            partial(_is_changed, find, place(each), first_value(each) if looks <= SAMPLED_STEPS else "")
+                            for find, each in named
+                        ),
+                    ],
+                )
 
     @harmless
-    def changed(self) -> list[str] | None:
-        """Return the names of those that have changed since `begin`."""
+    def changed(self) -> list[tuple[str, bool]] | None:
+        """Return the names of those that have changed since `begin`, and whether each is a module."""
         before, self._before = self._before, {}
-        return [name for name, tensors in before.items() if _are_changed(tensors)]
+        return [(name, is_module) for name, (is_module, looks) in before.items() if _is_any(looks)]
 
 
-def _are_changed(tensors: list[tuple[Found, Place, str]]) -> bool:
+def _is_any(looks: list[Callable[[], bool]]) -> bool:
     with contextlib.suppress(Exception):  # an object that cannot be looked at hides no other
-        for find, before, value in tensors:
-            now = find()
-            if now is not None and (place(now) != before or (value and first_value(now) != value)):
-                return True
+        return any(look() for look in looks)
     return False
+
+
+def _is_changed(find: Found, before: Place, value: str) -> bool:
+    """Return whether a tensor, which is held weakly, has another place or value; see tensor_versions.py."""
+    now = find()
+    return now is not None and (place(now) != before or (bool(value) and first_value(now) != value))
+
+
+def _items(value: Any) -> list[int]:
+    """Return the ids of a container's items, of one of many the first and last, if some hold tensors or arrays of several numbers."""
+    if not _is(value, dict, list, deque) or (_is(value, dict) and len(value) > MOST):
+        return []
+    items = [*value.values()] if _is(value, dict) else [*value] if len(value) <= MOST else [value[0], value[-1]]
+    return [*map(id, items)] if any(map(_keeps, (*items[:FEW], *items[-FEW:]))) else []
+
+
+def _has_other_items(value: Any, owner: Any, name: str, before: list[int]) -> bool:
+    """Return whether a container, or another one in its place in `owner`, has other items."""
+    return _items(value if owner is None else _inner(owner).get(name.rpartition(".")[2])) != before
+
+
+def _keeps(item: Any, *, depth: int = 2) -> bool:
+    """Return whether an item of a container is, or holds, what a step may have left: no output of a model, and no single number."""
+    if _is(item, Tensor):
+        return item.numel() > 1 and item.grad_fn is None
+    if _is(item, np.ndarray):
+        return bool(item.size > 1)
+    parts = item.values() if _is(item, dict) else item if _is(item, tuple, list) else ()
+    return depth > 0 and len(parts) <= FEW_PARTS and any(_keeps(each, depth=depth - 1) for each in parts)
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -199,16 +234,19 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     return {**shared, **values_of(frame, own)}
 
 
-def _named(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """Yield the values of variables around a loop, and of what those hold that are the script's own, each once."""
+def _named(frame: FrameType | None) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the values of variables around a loop, and of what those hold that are the script's own, each once; and what holds one."""
     seen = set[int]()
     for each in own_frames(frame):
         for name, value in _variables(each).items():
-            inner = {} if _is(value, nn.Module, dict, list) else _inner(value)
-            for full, part in ((name, value), *((f"{name}.{key}", part) for key, part in inner.items())):
+            inner = {} if _is(value, nn.Module, dict, list, deque) else _inner(value)
+            for full, part, owner in (
+                (name, value, None),
+                *((f"{name}.{key}", part, value) for key, part in inner.items()),
+            ):
                 if id(part) not in seen:
                     seen.add(id(part))
-                    yield full, part
+                    yield full, part, owner
 
 
 def _counts(kind: type, attribute: str) -> bool:
@@ -245,9 +283,11 @@ def _sets(frame: FrameType | None, attribute: str) -> bool:
     return any(set_outside.search("".join(linecache.getlines(file))) for file in files)
 
 
-def _untracked(value: Any, known: Collection[int], modules: Collection[int]) -> list[tuple[Found, Tensor]]:
+def _untracked(name: str, value: Any, known: Collection[int], modules: Collection[int]) -> list[tuple[Found, Tensor]]:
+    is_attribute = _is(value, Tensor) and "." in name  # one of a variable may be made for each step
     try:
-        return [(find, tensor) for find, tensor in _tensors(value, modules) if memory_of(tensor) not in known]
+        found = _tensors([value] if is_attribute else value, modules)
+        return [(find, tensor) for find, tensor in found if memory_of(tensor) not in known]
     except Exception:  # as of a lazy module
         return []
 

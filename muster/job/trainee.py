@@ -281,10 +281,15 @@ class JobTrainee(Trainee):
             return ""
         return self.changes.changed() or ("a parameter" if self._point != _point(self._tracked.parameters()) else "")
 
+    def left(self) -> str:
+        needed = [*filter(self._tracked.accumulation.needs, self._with_gradients)]
+        if not needed or self._services.is_within:
+            return ""
+        of = f" of {needed[0]}" if needed[0] else ""
+        return f"gradients{of} were left from step {self.running.step}, and no rank hands them on: unless the next step needs them, zero them at the step's end"
+
     def is_whole(self) -> bool:
-        accumulation = self._tracked.accumulation
-        has_gradients = any(map(accumulation.needs, self._with_gradients))
-        return not (self._services.is_within or accumulation.is_within() or has_gradients)
+        return not (self._services.is_within or self._tracked.accumulation.is_within() or self.left())
 
     @property
     def best(self) -> dict[str, Any] | None:

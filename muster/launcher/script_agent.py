@@ -61,6 +61,7 @@ OF_CODE = (
     r"RuntimeError(?!.*(?i:cuda|hip |cudnn|nccl|gloo|memory|connect|peer|time.?out|timed|socket|store|worker))"
 )
 """Errors that repeat at every start. Any other may come from the network, a device, a disk or another rank."""
+OF_ARGPARSE = 2
 TAIL = 40  # lines of a rank's errors that are kept
 GROUP_S = 120.0  # a script may prepare its data before it forms a process group
 STEADY_S = 600.0
@@ -336,7 +337,7 @@ class Rank(SubprocessHandler):
         lines = lines[begins[-1] :] if begins else lines
         places = [at for at, line in enumerate(lines) if re.match(r'  File ".+", line \d+', line)]
         if not places:
-            return "", ""
+            return "", next((line for line in lines[-1:] if re.match(r"\S+: error: ", line)), "")  # argparse's
         own = [at for at in places if "site-packages" not in lines[at] and "/lib/python" not in lines[at]] or places
         place = re.match(r'  File "(.+)", line (\d+)', lines[own[-1]])
         error = next((line for line in lines[places[-1] + 1 :] if re.match(r"[A-Za-z_][\w.]*(:|$)", line)), "")
@@ -345,7 +346,10 @@ class Rank(SubprocessHandler):
     def is_of_code(self) -> bool:
         """Whether this rank ended by an error of the script's own code that no other error caused."""
         chained = any(b"the direct cause of" in line or b"During handling of" in line for line in self.tail)
-        found = re.match(rf"([\w.]+\.)?({OF_CODE})(:|$)", self._error()[1])
+        place, error = self._error()
+        if not place:
+            return self.proc.poll() == OF_ARGPARSE and bool(error)
+        found = re.match(rf"([\w.]+\.)?({OF_CODE})(:|$)", error)
         return self.proc.poll() == 1 and not chained and bool(found)  # 1 is that of an exception that nobody caught
 
     def end_output(self, deadline: float | None = None) -> None:

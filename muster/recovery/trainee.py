@@ -113,6 +113,10 @@ class Trainee(Trained):
     def changed(self) -> str:
         """Return what the step that is not done has changed; empty if nothing, or if no step has begun."""
 
+    def left(self) -> str:
+        """Return what the step before has left, by name, that makes the state of its end more than what ranks share; empty if nothing."""
+        return ""
+
     @abstractmethod
     def is_whole(self) -> bool:
         """Return True if the state is that of the end of a step."""

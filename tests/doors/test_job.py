@@ -539,6 +539,46 @@ def test_a_module_that_the_loop_changes_is_noted_unless_it_is_tracked(place, ran
     assert [each for each in notes if each.startswith("average is changed by the loop and is not tracked")], notes
 
 
+POOLS = """
+import collections, os, numpy as np, torch, muster
+from torch import nn
+class Pool:
+    def __init__(self, at):
+        self.at, self.kept = at, at()
+    def state_dict(self):
+        return {"kept": list(self.kept)}
+    def load_state_dict(self, state):
+        self.kept = self.at(state["kept"])
+class Centre:
+    def __init__(self):
+        self.of = torch.zeros(4)
+model, pool, memory, centre = nn.Linear(4, 4), Pool(list), Pool(collections.deque), Centre()
+queue, losses, noise = {}, [], torch.zeros(4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with muster.Job("run", tensorboard=False) as job:
+    job.track(model=model, optimizer=optimizer, **({"pool": pool, "memory": memory} if "TRACKED" in os.environ else {}))
+    for x in job.batches(torch.ones(16, 4), batch_size=4, epochs=2):
+        outputs = []
+        pool.kept = pool.kept[-2:]
+        pool.kept.append(x.clone()), memory.kept.append((1, x.clone()))
+        if "TRACKED" not in os.environ:
+            centre.of.mul_(0.9).add_(x.mean(0)), queue.update(last=np.ones(3) + job.steps_done)
+        loss = model(x + noise.normal_()).square().mean()
+        losses.append(loss.detach()), outputs.append(x * 2)
+        loss.backward(), optimizer.step(), optimizer.zero_grad(), job.step()
+"""
+
+
+@pytest.mark.parametrize("tracked", [{}, {"TRACKED": "1"}], ids=["untracked", "tracked"])
+def test_what_a_loop_keeps_in_containers_is_noted_unless_it_is_tracked(place, tracked):
+    """A replay buffer, a memory of tuples, a centre, a queue of arrays. Numbers for a chart, and what a step makes anew, are not."""
+    folder = place("pools")
+    (folder / "pools.py").write_text(POOLS)
+    told = notes(run(folder, script="pools", to="", **tracked))
+    names = [text.partition(" is changed by the loop and is not tracked")[0] for text in told]
+    assert sorted(names) == ([] if tracked else ["centre.of", "memory.kept", "pool.kept", "queue"]), told
+
+
 COUNTER = """
 import torch, muster
 class Scheduled:

@@ -205,6 +205,15 @@ def test_an_error_of_the_script_s_own_code_ends_it_at_the_second_start_and_is_th
     assert said in out.splitlines()[-1], out
 
 
+def test_an_option_that_the_script_does_not_know_ends_it_at_the_second_start_and_is_the_last_line(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import argparse\nopen('starts', 'a').write('x')\nargparse.ArgumentParser().parse_args()\n"
+    )
+    code, out = launch(tmp_path, "mine.py", "--batchsize=6")
+    assert code == 2 and (tmp_path / "starts").read_text() == "x" * 4, out
+    assert out.splitlines()[-1].endswith("mine.py: error: unrecognized arguments: --batchsize=6"), out
+
+
 def test_a_module_s_error_is_shown_once_with_its_rank(tmp_path):
     """Also the last words of a rank, which has no time to end its line."""
     (tmp_path / "broken.py").write_text(

@@ -203,14 +203,21 @@ def test_of_ranks_of_which_one_cannot_be_restarted_in_place_all_restart(tmp_path
     assert [line["step"] for line in killed.events("resume")] == [4] and killed.sha256 == whole.sha256
 
 
-def test_a_death_before_the_first_checkpoint_is_named(tmp_path):
-    """The other rank has changed the critic's weights, so no rank has the state of a step: all restart."""
+@pytest.mark.parametrize(
+    ("form", "kill", "said"),
+    [
+        ("none", "stepped@5:0", "rank 1 had changed critic/weight since step 5"),
+        ("cycle", "made@5:0", "gradients of second were left from step 5, and no rank hands them on: unless .*"),
+    ],
+)
+def test_a_death_before_the_first_checkpoint_is_named(tmp_path, form, kill, said):
+    """The other rank has changed the critic's weights, or has gradients of before, so no rank has the state of a step: all restart."""
     whole, killed = (
-        trained(tmp_path / name, 2, kill, script="critic", FORM="none")
-        for name, kill in (("whole", ""), ("killed", "stepped@5:0"))
+        trained(tmp_path / name, 2, kill, script="critic", FORM=form)
+        for name, kill in (("whole", ""), ("killed", kill))
     )
     [restart] = killed.events("restart")
-    said = r"rank 0 on \S+ \(SIGKILL\) died, rank 1 had changed critic/weight since step 5, and there is no checkpoint: all ranks restart"
+    said = rf"rank 0 on \S+ \(SIGKILL\) died, {said}, and there is no checkpoint: all ranks restart"
     assert re.search(said, restart["cause"]) and killed.sha256 == whole.sha256, killed.out
 
 

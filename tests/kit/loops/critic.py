@@ -1,4 +1,7 @@
-"""A generator and a critic, whose gradients are dropped before its pass: `python critic.py FOLDER`. FORM: `none` or `zeros`."""
+"""A generator and a critic, whose gradients are dropped before its pass: `python critic.py FOLDER`. FORM: `none` or `zeros`.
+
+With `cycle` the generator's pass comes first, and adds to the gradients that the critic has left.
+"""
 
 import os
 import sys
@@ -9,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import muster
 from kit.faults import fault
 
+FORM = os.environ["FORM"]
 INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -18,18 +22,24 @@ def main(job):
     critic = DistributedDataParallel(torch.nn.Linear(4, 1), gradient_as_bucket_view=True)
     first, second = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, critic))
     job.track(model=model, critic=critic, first=first, second=second)
+
+    def of_generator(made):
+        loss = critic(made).pow(2).mean()
+        loss.backward()
+        first.step()
+        first.zero_grad(set_to_none=FORM != "zeros")
+        return loss
+
     for x in job.batches(INPUTS, batch_size=8, epochs=1):
         made = model(x)
-        second.zero_grad(set_to_none=os.environ["FORM"] == "none")
+        fault("made", job.steps_done)
+        loss = of_generator(made) if FORM == "cycle" else None
+        second.zero_grad(set_to_none=FORM != "zeros")
         fault("forward", job.steps_done)
         (critic(made.detach()).mean() - critic(x).mean()).backward()
         second.step()
         fault("stepped", job.steps_done)
-        loss = critic(made).pow(2).mean()
-        loss.backward()
-        first.step()
-        first.zero_grad(set_to_none=os.environ["FORM"] == "none")
-        job.step(loss=loss)
+        job.step(loss=of_generator(made) if loss is None else loss)
 
 
 if __name__ == "__main__":
