@@ -281,15 +281,17 @@ class JobTrainee(Trainee):
             return ""
         return self.changes.changed() or ("a parameter" if self._point != _point(self._tracked.parameters()) else "")
 
-    def left(self) -> str:
+    def why_not_whole(self) -> str:
+        if self._services.is_within:
+            return f"rank {self.world.rank} was in the loop's body of step {self.running.step}, which it had counted"
         needed = [*filter(self._tracked.accumulation.needs, self._with_gradients)]
-        if not needed or self._services.is_within:
+        if not needed:
             return ""
         of = f" of {needed[0]}" if needed[0] else ""
         return f"gradients{of} were left from step {self.running.step}, and no rank hands them on: unless the next step needs them, zero them at the step's end"
 
     def is_whole(self) -> bool:
-        return not (self._services.is_within or self._tracked.accumulation.is_within() or self.left())
+        return not (self._tracked.accumulation.is_within() or self.why_not_whole())
 
     @property
     def best(self) -> dict[str, Any] | None:

@@ -123,7 +123,7 @@ class HandOver:
         running = trainee.running
         self._closing = running.step, running.clock.rest()
         self.owes_save = running.checkpoints.give_up() or trainee.owes_save
-        self.why_lost = _changed(trainee) or trainee.left()
+        self.why_lost = _changed(trainee) or trainee.why_not_whole()
         if not self.why_lost and trainee.is_whole() and not (self.owes_save and trainee.unsaved_best):
             self.state, self.mark = trainee.replica(), trainee.mark()
             known = {

@@ -113,8 +113,8 @@ class Trainee(Trained):
     def changed(self) -> str:
         """Return what the step that is not done has changed; empty if nothing, or if no step has begun."""
 
-    def left(self) -> str:
-        """Return what the step before has left, by name, that makes the state of its end more than what ranks share; empty if nothing."""
+    def why_not_whole(self) -> str:
+        """Return what makes this rank's state another than that of the end of a step, which is handed on; empty if nothing does."""
         return ""
 
     @abstractmethod
