@@ -25,6 +25,7 @@ from weakref import ref
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from muster.checkpoint.tensor_versions import SAMPLED_STEPS, Place, first_value, place, stored
 from muster.code_location import is_own
@@ -239,7 +240,9 @@ def _named(frame: FrameType | None) -> Iterator[tuple[str, Any, Any]]:
     seen = set[int]()
     for each in own_frames(frame):
         for name, value in _variables(each).items():
-            inner = {} if _is(value, nn.Module, dict, list, deque) else _inner(value)
+            inner = (
+                {} if _is(value, nn.Module, Dataset, dict, list, deque) else _inner(value)
+            )  # a data set may keep samples
             for full, part, owner in (
                 (name, value, None),
                 *((f"{name}.{key}", part, value) for key, part in inner.items()),

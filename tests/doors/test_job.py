@@ -552,6 +552,14 @@ class Pool:
 class Centre:
     def __init__(self):
         self.of = torch.zeros(4)
+class Cached(torch.utils.data.Dataset):
+    def __init__(self):
+        self.seen = {}
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return self.seen.setdefault(len(self.seen), torch.ones(4))
+cached = Cached()
 model, pool, memory, centre = nn.Linear(4, 4), Pool(list), Pool(collections.deque), Centre()
 queue, losses, noise = {}, [], torch.zeros(4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -563,7 +571,7 @@ with muster.Job("run", tensorboard=False) as job:
         pool.kept.append(x.clone()), memory.kept.append((1, x.clone()))
         if "TRACKED" not in os.environ:
             centre.of.mul_(0.9).add_(x.mean(0)), queue.update(last=np.ones(3) + job.steps_done)
-        loss = model(x + noise.normal_()).square().mean()
+        loss = model(x + noise.normal_() + cached[0]).square().mean()
         losses.append(loss.detach()), outputs.append(x * 2)
         loss.backward(), optimizer.step(), optimizer.zero_grad(), job.step()
 """
