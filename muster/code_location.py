@@ -18,7 +18,7 @@ KIT = str(Path(__file__).resolve().parent)
 LIBRARIES = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), "<frozen"})
 FROM_WORKER = "Original Traceback (most recent call last):"
 """torch's header before the original traceback, when it re-raises an error of a loader worker or a DataParallel thread."""
-NOTE = "(reading sample "
+NOTE, AGAIN = "(reading sample ", "(after a rank's death "
 """How a note on an exception begins that belongs to its message."""
 MOST_PARTS, MOST_CHARACTERS = 4, 300
 
@@ -45,8 +45,9 @@ def kind_and_message(error: BaseException) -> tuple[str, str]:
         said = re.split(r"\n(?=\S)", text.partition(FROM_WORKER)[2].rstrip())[1:] or [text]
         kind, _, text = " ".join(said).partition(": ")
         kind = kind.rpartition(".")[2]
-    notes = [note for note in getattr(error, "__notes__", []) if note.startswith(NOTE)]
-    return kind, redacted(" ".join([*text.split(), *notes]))
+    notes = [note for note in getattr(error, "__notes__", []) if note.startswith((NOTE, AGAIN))]
+    text, more = " ".join(text.split()), "".join(f" {note}" for note in notes)
+    return kind, redacted((text[: MOST_CHARACTERS - len(more)] if more else text) + more)
 
 
 def place(error: BaseException) -> SourceLine | None:

@@ -132,8 +132,8 @@ def fault(seen: Outlook | None, mine: Phase, *, timeout_s: float, patient: bool)
     where = "; ".join(f"{one.name} is in {one.where}" for one in seen.behind)
     if seen.all_behind:
         return RankLost(
-            f"no rank has made progress {period}: {where}: collectives that do not match (a forward pass of DistributedDataParallel on one rank "
-            "alone is one, too: call model.module there), or a network that loses data",
+            f"no rank has made progress {period}: {where}: collectives that do not match, as a pass of DistributedDataParallel that not all ranks make "
+            "(docs/your-own-loop.md, Passes that hang), or a network that loses data",
             hangs=True,
         )
     first = seen.behind[0]

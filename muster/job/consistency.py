@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch.optim import LBFGS
 from torch.optim.lr_scheduler import LRScheduler
 
 from muster.checkpoint.commit import Saved
@@ -57,6 +58,10 @@ ONE_SAMPLE = (
 BUFFERS = (
     "{name} was another on each of the {before} ranks that saved it, and here are {now}: all go on with rank 0's, so what follows from it is not as "
     "in an undisturbed run; resume with {before} ranks if it holds samples of each rank"
+)
+CLOSURE = (
+    "{name} is an LBFGS, which calls its closure as often as the loss says that it returns: unless that is the same on all ranks, they wait for each other "
+    "for ever; call (loss * job.weight).backward() in it, and return job.sum(loss.item() * job.weight) / job.world_size"
 )
 HOOK = (
     "the communication hook {name} has a state that no checkpoint holds: a resume begins it anew, and ends with other weights; track an object "
@@ -145,6 +150,9 @@ class Consistency:
             yield ONE_SAMPLE.format(count=count, ranks=ranks, layer=layer)
         if source and step > source.total_steps:
             yield BEYOND.format(step=step, steps=source.total_steps)
+        for name, each in self._tracked.optimizers.items():
+            if isinstance(each, LBFGS) and now > 1:
+                yield CLOSURE.format(name=name)
         for name, state in hooks_with_state(self._tracked.modules.values()) if self._world.size > 1 else ():
             if not self._tracked.holds(state):
                 yield HOOK.format(name=name)

@@ -16,7 +16,7 @@ from torch import Tensor
 from muster.attempt.lifecycle import State
 from muster.attempt.running_means import number
 from muster.checkpoint.schemas import Best
-from muster.code_location import described
+from muster.code_location import AGAIN, described
 from muster.data.fetch import unsplit
 from muster.data.generators import key_of, seed_generators
 from muster.data.loader import LoaderConfig
@@ -32,6 +32,8 @@ from muster.job.summed_loss import BACKWARD, SUMMED, is_sum
 from muster.job.tracked_state import Tracked
 from muster.loggers.metrics import check_names
 from muster.sample_plan import Share
+
+CALLED_AGAIN = f"{AGAIN}the function was called again: what it keeps outside of tracked objects, as a list in a module, is still that of before)"
 
 
 @dataclass(eq=False)
@@ -98,6 +100,8 @@ class Job(JobOptions):
             return None
         if isinstance(error, SystemExit) and self._services and self._services.save_as_asked():
             self._services.settle()
+        if isinstance(error, Exception) and self._services and self._services.is_called_again:
+            error.add_note(CALLED_AGAIN)
         return error
 
     @staticmethod

@@ -458,6 +458,11 @@ class LoopServices:
         return [] if is_done else [saved.step, total]
 
     @property
+    def is_called_again(self) -> bool:
+        """True in the first step of a function that was called again after the death of a rank."""
+        return self.world.again and self.watch.begun <= 1
+
+    @property
     def is_untrained(self) -> bool:
         """True if an attempt at a run whose batches are not at their end has not asked for them: it may have evaluated."""
         return self.batch_source is None and self.unfinished[:1] == [self.reached.step]

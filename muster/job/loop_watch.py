@@ -43,7 +43,8 @@ NO_OPTIMIZER = (
 CARRIED = "{name} {verb} from batch to batch in a variable of the loop ({line}), which is in no checkpoint: a resume, or the death of a rank, begins it anew"
 REMEDIES = {
     STATE: ", and other weights may follow; keep it in a buffer of a tracked module, if training reads it",
-    COUNT: "; give it to job.step(name=value) or job.log, whose means go on, or follow it from job.steps_done",
+    COUNT: "; hold it in a buffer of a tracked module if the loop reads it, give it to job.step(name=value) or job.log if it is to be seen, or follow it "
+    "from job.steps_done",
     RATE: ", and other weights may follow; read it from optimizer.param_groups[0]['lr'] after job.track(), which restores it, or follow it from job.steps_done",
     BEST: "; let job.evaluate(..., best=name) choose, and read job.best, or follow it from job.steps_done",
 }
@@ -65,7 +66,8 @@ MODE = (
 NAMED = 4
 OWN_GENERATOR = (
     "the loop draws from {name}, which no checkpoint has: a resume, or the death of a rank, begins it anew, unless your code seeds it from "
-    "job.steps_done; draw from the global generators of Python, NumPy or torch, which are saved"
+    "job.steps_done; draw from the global generators of Python, NumPy or torch, which are saved, or give an environment's reset() a seed that follows "
+    "from job.steps_done and job.rank"
 )
 OWN_LOADER = (
     "the loop reads a DataLoader by itself: after a resume, the death of a rank, or the end of the run if the command is repeated, it begins with the "
@@ -124,7 +126,7 @@ class LoopWatch:
         self._batch_source: BatchSource | None = None
         self._stepped = set[int]()
         """The optimizers that have made a step, tracked or not."""
-        self._begun = 0
+        self.begun = 0
         """The steps that have begun in this attempt."""
         self._has_looked = self._has_seen_batch = False
         self._own_draws, self._own_numbers, self._own_tensors = OwnDraws(), OwnNumbers(), OwnTensors()
@@ -144,17 +146,17 @@ class LoopWatch:
 
     def begin_step(self) -> None:
         """Look at the script's own objects before the body of a step."""
-        self._begun += 1
-        if self._begun == 1:
+        self.begun += 1
+        if self.begun == 1:
             self._own_numbers.begin(sys._getframe(), self._apart)
-        if self._begun <= LOOKS:
+        if self.begun <= LOOKS:
             parameters = self._tracked.parameters()
             gradients = [each.grad for each in parameters if each.grad is not None]
             known = {*map(memory_of, (*parameters, *gradients, *self._tracked.buffers().values()))}
             self._own_draws.begin(sys._getframe())
             modules = {id(each) for root in self._tracked.modules.values() for each in root.modules()}
             self._own_tensors.begin(sys._getframe(), known, self._tracked.holds, modules)
-        elif self._begun == LOOKS + 1:
+        elif self.begun == LOOKS + 1:
             self._own_draws, self._own_tensors = OwnDraws(), OwnTensors()  # which hold some no longer
 
     def end_step(self, *, epoch: int, is_saved: bool) -> None:
@@ -166,7 +168,7 @@ class LoopWatch:
             self._has_looked = True
             self._tracked.refuse_unsaved()
             self._look_once()
-        if self._begun <= LOOKS or is_saved:
+        if self.begun <= LOOKS or is_saved:
             self._look_at_own(epoch)
         if self._own_sampler and self._reached.step == self._own_sampler[2]:
             sampler = self._own_sampler[0]()

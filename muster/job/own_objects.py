@@ -36,7 +36,7 @@ from muster.world.dtensor import own_piece
 MOST, MOST_IN_ALL = 1_000, 5_000
 """The most items of a container that is looked at, and the most global names, and tensors, in all."""
 FEW, FEW_PARTS = 4, 16
-"""The most items of a list of numbers that is looked at, and the most parts of an item of a container."""
+"""The most items of a list of numbers that is looked at; the most parts of an item of a container, and environments and their wrappers."""
 TIMED = ("time", "elapsed", "second", "duration", "clock")
 """What names of numbers have in them that follow a clock."""
 DAY_S = 86_400.0
@@ -380,11 +380,26 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _generators(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    for name, value in _variables(frame).items():
-        is_library = _is(value, ModuleType) and not is_own(str(value.__dict__.get("__file__") or "<frozen"))
-        inner = {} if is_library else _attributes(value)
-        named = {name: value, **{f"{name}.{each}": there for each, there in inner.items()}}
-        yield from ((full, each) for full, each in named.items() if _is(each, *KINDS) and not is_global(each))
+    for variable, of_variable in _variables(frame).items():
+        for name, value in _environments(variable, of_variable):
+            is_library = _is(value, ModuleType) and not is_own(str(value.__dict__.get("__file__") or "<frozen"))
+            inner = {} if is_library else _attributes(value)
+            named = {name: value, **{f"{name}.{each}": there for each, there in inner.items()}}
+            yield from ((full, each) for full, each in named.items() if _is(each, *KINDS) and not is_global(each))
+
+
+def _environments(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a value, and those within it if it is an environment in its wrappers, or several: the innermost one draws."""
+    for _ in range(FEW_PARTS):
+        yield name, value
+        inner = _attributes(value)
+        several: Any = inner.get("envs")
+        if _is(several, list):
+            for number, each in enumerate(several[:FEW_PARTS]):
+                yield from _environments(f"{name}.envs[{number}]", each)
+        if "env" not in inner:
+            return
+        name, value = f"{name}.env", inner["env"]
 
 
 def _seeded(loop: Loop) -> Iterator[str]:

@@ -2272,6 +2272,72 @@ def test_what_a_loop_keeps_in_variables_is_noted(place, how, says):
     assert [note["text"][: len(text)] for note, text in zip(notes, says, strict=True)] == says
 
 
+ENVIRONMENT = """
+import numpy as np, torch, muster
+class Env:
+    def reset(self, seed=None):
+        if seed is not None:
+            self._np_random = np.random.default_rng(seed)
+        return torch.tensor(self._np_random.random(4), dtype=torch.float32)
+class Wrapper:
+    def __init__(self, env):
+        self.env = env
+    def reset(self, **given):
+        return self.env.reset(**given)
+env, policy = Wrapper(Wrapper(Env())), torch.nn.Linear(4, 1)
+env.reset(seed=1)
+optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+with muster.Job("run", tensorboard=False) as job:
+    job.track(policy=policy, optimizer=optimizer)
+    while job.steps_done < 4:
+        policy(env.reset(SEED)).sum().backward(), optimizer.step(), optimizer.zero_grad()
+        job.step(samples=1)
+"""
+
+
+@pytest.mark.parametrize("seed", ["", "seed=job.steps_done"])
+def test_an_environment_that_draws_is_noted_unless_each_step_seeds_it(place, seed):
+    folder = place("environment")
+    (folder / "environment.py").write_text(ENVIRONMENT.replace("SEED", seed))
+    told = notes(run(folder, script="environment", to=""))
+    assert [text.partition(", which")[0] for text in told] == (
+        [] if seed else ["the loop draws from env.env.env._np_random, a Generator"]
+    )
+
+
+CLOSURES = """
+import os, torch, muster
+from torch import nn
+def main(job):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=8)
+    job.track(model=model, optimizer=optimizer)
+    data = torch.arange(40.0).view(10, 4).sin()
+    for x in job.batches(data, batch_size=10, epochs=3, shuffle=False):
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x)[:, 0] - x.sum(1)).square().mean()
+            (loss * job.weight).backward()
+            return job.sum(loss.item() * job.weight) / job.world_size
+        job.step(loss=optimizer.step(closure))
+muster.Job("run", tensorboard=False, log_every=1, timeout_s=20).run(main)
+"""
+
+
+def test_an_optimizer_with_a_closure_takes_the_loss_of_all_ranks(place):
+    """Three ranks have 4, 3 and 3 samples. On several ranks a note says how."""
+    losses = []
+    for ranks in (None, 3):
+        folder = place(f"closures-{ranks}")
+        (folder / "closures.py").write_text(CLOSURES)
+        done = run(folder, script="closures", to="", ranks=ranks)
+        losses.append(list(done.losses))
+        told = [text for text in notes(done) if text.startswith("optimizer is an LBFGS, which calls its closure")]
+        assert len(told) == (ranks is not None), done.out
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 def test_numbers_that_were_drawn_before_the_job_from_another_seed_are_noted(place):
     folder = place("drawn")
     for _ in range(2):

@@ -203,6 +203,16 @@ def test_of_ranks_of_which_one_cannot_be_restarted_in_place_all_restart(tmp_path
     assert [line["step"] for line in killed.events("resume")] == [4] and killed.sha256 == whole.sha256
 
 
+def test_an_error_of_what_outlives_a_death_says_where_it_comes_from(tmp_path):
+    whole, killed = (
+        trained(tmp_path / name, 2, kill, script="critic", FORM="listed")
+        for name, kill in (("whole", ""), ("killed", "listed@5:1"))
+    )
+    [restart] = killed.events("restart")
+    assert "(after a rank's death the function was called again: what it keeps outside" in restart["cause"]
+    assert killed.sha256 == whole.sha256, killed.out
+
+
 @pytest.mark.parametrize(
     ("form", "kill", "said"),
     [

@@ -1,6 +1,7 @@
 """A generator and a critic, whose gradients are dropped before its pass: `python critic.py FOLDER`. FORM: `none` or `zeros`.
 
-With `cycle` the generator's pass comes first, and adds to the gradients that the critic has left.
+With `cycle` the generator's pass comes first, and adds to the gradients that the critic has left. With `listed`
+a list outside of the function keeps outputs.
 """
 
 import os
@@ -13,6 +14,7 @@ import muster
 from kit.faults import fault
 
 FORM = os.environ["FORM"]
+LISTED = []
 INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -31,6 +33,15 @@ def main(job):
         return loss
 
     for x in job.batches(INPUTS, batch_size=8, epochs=1):
+        if FORM == "listed":
+            LISTED.append(model(x).sum())
+            fault("listed", job.steps_done)
+            sum(LISTED).backward()
+            LISTED.clear()
+            first.step()
+            first.zero_grad()
+            job.step()
+            continue
         made = model(x)
         fault("made", job.steps_done)
         loss = of_generator(made) if FORM == "cycle" else None
