@@ -254,7 +254,7 @@ def not_plain(value: Any, place: str = "") -> ConfigError:
     """Return the error that names the first part of `value` that is not plain, as `optimizer/groups[0]['lr']`."""
     return ConfigError(
         f"{next(_strange(value, place), place or 'a value')}, which torch.load does not read with weights_only=True: "
-        "give tensors, numbers and texts of Python's own, as float(value), in lists and dicts"
+        "give tensors, numbers and texts of Python's own, as float(value), in lists and dicts, as dict(value)"
     )
 
 

@@ -210,8 +210,9 @@ def _items(value: Any) -> list[int]:
 
 
 def _has_other_items(value: Any, owner: Any, name: str, before: list[int]) -> bool:
-    """Return whether a container, or another one in its place in `owner`, has other items."""
-    return _items(value if owner is None else _inner(owner).get(name.rpartition(".")[2])) != before
+    """Return whether a container has other items, or a list in its place in `owner`: a dict may be made for each step."""
+    is_kept = owner is None or _is(value, dict)
+    return _items(value if is_kept else _inner(owner).get(name.rpartition(".")[2])) != before
 
 
 def _keeps(item: Any, *, depth: int = 2) -> bool:

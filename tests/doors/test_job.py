@@ -571,6 +571,7 @@ with muster.Job("run", tensorboard=False) as job:
         pool.kept.append(x.clone()), memory.kept.append((1, x.clone()))
         if "TRACKED" not in os.environ:
             centre.of.mul_(0.9).add_(x.mean(0)), queue.update(last=np.ones(3) + job.steps_done)
+        centre.batch = {"x": x.clone()}
         loss = model(x + noise.normal_() + cached[0]).square().mean()
         losses.append(loss.detach()), outputs.append(x * 2)
         loss.backward(), optimizer.step(), optimizer.zero_grad(), job.step()
@@ -1369,17 +1370,24 @@ def test_misuse_is_one_line(place, body, says):
     assert "Traceback" not in result.out
 
 
-def test_containers_of_a_state_come_back_as_they_were(place):
-    state = "{'c': C(a=1), 'o': O(b=(1, [2])), 's': {3}, 'b': bytearray(b'4'), 'size': torch.ones(5, 6).shape}"
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_containers_of_a_state_come_back_as_they_were(place, ranks):
+    """Each rank has its own."""
+    state = "{'c': C(a=rank), 'o': O(b=(1, [2])), 's': {3 + rank}, 'b': bytearray([rank]), 'size': torch.ones(5, 6).shape, 'z': 1j}"
     body = (
         "from collections import Counter as C, OrderedDict as O; import types\n"
         f"    own = types.SimpleNamespace(state_dict=lambda: {state}, load_state_dict=lambda given: print('given', given == {state}, given))\n"
         f"    {LOOP.replace('model=model', 'model=model, own=own')}job.step(); job.save(); raise SystemExit(75)"
     )
     folder = place("kinds")
-    assert "given" not in wrong(folder, body).out
-    given = "given True {'c': Counter({'a': 1}), 'o': OrderedDict([('b', (1, [2]))]), 's': {3}, 'b': bytearray(b'4'), 'size': torch.Size([5, 6])}"
-    assert given in (again := wrong(folder, body).out), again
+    assert "given" not in wrong(folder, body, ranks=ranks).out
+    again = wrong(folder, body, ranks=ranks).out
+    for rank in range(ranks or 1):
+        given = (
+            f"given True {{'c': Counter({{'a': {rank}}}), 'o': OrderedDict([('b', (1, [2]))]), 's': {{{3 + rank}}}, "
+            f"'b': {bytearray([rank])}, 'size': torch.Size([5, 6]), 'z': 1j}}"
+        )
+        assert given in again, again
 
 
 @pytest.mark.parametrize("more, says", [(0, "sum 4950"), (1, "goes on after 100 samples, which is its length")])
