@@ -802,7 +802,7 @@ def main(job):
     assert FORM == "into" or digest(muster.load("run", into=build(), checkpoint="best")) == digest(net)
 job = muster.Job("run", tensorboard=False, timeout_s=20)
 job.run(main)
-print("after", job.rank, job.is_first, job.world_size, job.steps_done, job.best.step, flush=True)
+print(f"after {job.rank} {job.is_first} {job.world_size} {job.steps_done} {job.best.step}", flush=True)
 """
 
 

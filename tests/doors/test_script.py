@@ -206,11 +206,9 @@ def test_an_error_of_the_script_s_own_code_ends_it_at_the_second_start_and_is_th
 
 
 def test_an_option_that_the_script_does_not_know_ends_it_at_the_second_start_and_is_the_last_line(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import argparse\nopen('starts', 'a').write('x')\nargparse.ArgumentParser().parse_args()\n"
-    )
+    (tmp_path / "mine.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
     code, out = launch(tmp_path, "mine.py", "--batchsize=6")
-    assert code == 2 and (tmp_path / "starts").read_text() == "x" * 4, out
+    assert code == 2 and out.count("all ranks restart") == 1, out
     assert out.splitlines()[-1].endswith("mine.py: error: unrecognized arguments: --batchsize=6"), out
 
 
