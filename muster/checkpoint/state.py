@@ -1,37 +1,30 @@
 """The format of a checkpointed state: how ranks divide the writing, and how any other layout reads it.
 
-A rank's file contains the bytes of its tensor pieces one after the other, then its plain values in torch.save's format;
-`index.json` gives the location of every piece. Only plain values are unpickled, with `weights_only=True`. Replicated
-state is divided here; a state with sharded tensors is divided by torch's planners (sharded.py), which take a second to
-import.
+A rank's file contains the bytes of its tensor pieces one after the other, then its plain values (plain_values.py);
+`index.json` gives the location of every piece. Replicated state is divided here; a state with sharded tensors is divided
+by torch's planners (sharded.py), which take a second to import.
 """
 
 from __future__ import annotations
 
-import io
 import math
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muster.checkpoint.index import Index, OwnPiece, Read, WritePlan, dtype_of
+from muster.checkpoint.plain_values import dumps_plain, host_copy, loads, not_plain
 from muster.checkpoint.trained import SavedTensor
-from muster.errors import ConfigError, Diverged, StorageError
+from muster.errors import Diverged, StorageError
 from muster.world.dtensor import in_pieces, own_piece
 from muster.world.group import World
 
 ALIGNMENT = 64
 """Bytes; a multiple of the size of every dtype."""
-NUMBERS = (np.float64, np.int64, np.bool_)
-"""Numbers that an option of an optimizer may be, as `group["lr"] = rates[step]` from an array: there Python's calculate alike."""
-DICTS, SEQUENCES, OTHERS = (dict, OrderedDict, Counter), (list, tuple, torch.Size), (set, bytearray)
-"""Containers that torch.load gives back with `weights_only=True`."""
 
 
 class Replicated:
@@ -89,9 +82,9 @@ class RankShare:
             if place in self.finite and not is_finite(tensor):
                 raise Diverged(f"{self.finite[place]} is not finite: lower the learning rate, or clip the gradient")
             yield as_bytes(tensor)
-        if (blob := _saved(self.values)) is None:
+        if (data := dumps_plain(self.values)) is None:
             raise not_plain(self.values)
-        yield memoryview(blob.getvalue())  # not its buffer: a BytesIO that is collected with one crashes Python 3.12
+        yield memoryview(data)
 
 
 class Shares:
@@ -219,23 +212,6 @@ def saved_tensors(index: Index, names: Iterable[str]) -> dict[str, SavedTensor]:
     }
 
 
-def host_copy(value: Any) -> Any:
-    """Return a deep copy in host memory, so that training can continue while it is written. What no checkpoint holds stays as it is."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else _copy(value, host_copy)
-
-
-def as_python(value: Any) -> Any:
-    """Return the options of an optimizer or a schedule with Python's numbers in place of NumPy's."""
-    return value.item() if type(value) in NUMBERS else _copy(value, as_python)
-
-
-def _copy(value: Any, copy: Callable[[Any], Any]) -> Any:
-    kind: Any = type(value)
-    if kind in DICTS:
-        return kind({key: copy(each) for key, each in value.items()})
-    return kind(map(copy, value)) if kind in SEQUENCES else kind(value) if kind in OTHERS else value
-
-
 def is_finite(tensor: Tensor) -> bool:
     """Return True if all elements and their norm are finite; the norm of weights above 1e19 is not."""
     if tensor.itemsize == 1:  # floats of 8 bits have no norm
@@ -243,48 +219,6 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return bool(torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.itemsize == 2 else None).isfinite())
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether torch.load reads `value` with `weights_only=True`, once it is saved."""
-    return _saved(value) is not None
-
-
-def not_plain(value: Any, place: str = "") -> ConfigError:
-    """Return the error that names the first part of `value` that is not plain, as `optimizer/groups[0]['lr']`."""
-    return ConfigError(
-        f"{next(_strange(value, place), place or 'a value')}, which torch.load does not read with weights_only=True: "
-        "give tensors, numbers and texts of Python's own, as float(value), in lists and dicts, as dict(value)"
-    )
-
-
-def _strange(value: Any, place: str = "") -> Iterator[str]:
-    if type(value) in DICTS + SEQUENCES:
-        items = value.items() if type(value) in DICTS else enumerate(value)
-        for key, each in items:
-            within = f"{place}[{key!r}]" if place else str(key)
-            yield from _strange(each, within)
-            if not is_plain(key):
-                yield f"the key of {within} is of type {_name_of(type(key))}"
-    elif not isinstance(value, Tensor) and not is_plain(value):
-        yield f"{place or 'it'} is of type {_name_of(type(value))}"
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _saved(value: Any) -> io.BytesIO | None:
-    """Return `value` as torch.save writes it; None if torch.load would not read that with `weights_only=True`."""
-    blob = io.BytesIO()
-    try:
-        torch.save(value, blob)
-        torch.load(io.BytesIO(blob.getvalue()), map_location="cpu", weights_only=True)
-    except MemoryError:
-        raise
-    except Exception:
-        return None
-    return blob
 
 
 def as_bytes(tensor: Tensor) -> Any:
@@ -333,9 +267,9 @@ def _read_values(where: dict[str, Any], open_file: Any) -> dict[str, Any]:
     for file, at in sorted({(entry["file"], entry["at"]) for entry in where.values()}):
         with open_file(file) as stream:
             stream.seek(at)
-            blob = io.BytesIO(stream.read())
+            data = stream.read()
         try:
-            values |= torch.load(blob, map_location="cpu", weights_only=True)
+            values |= loads(data)
         except Exception as error:  # an unpickling error: the data is not a plain value
             raise StorageError(
                 f"{file} of the checkpoint contains an object that is not a plain value: {error}"

@@ -19,8 +19,9 @@ from torch import Tensor
 from muster.checkpoint.backends.base import STEP
 from muster.checkpoint.commit import Saved, Storage
 from muster.checkpoint.download import local_copy
+from muster.checkpoint.plain_values import host_copy
 from muster.checkpoint.schemas import INDEX, Manifest
-from muster.checkpoint.state import as_bytes, host_copy, read, saved_tensors
+from muster.checkpoint.state import as_bytes, read, saved_tensors
 from muster.checkpoint.trained import EXTRA
 from muster.errors import ConfigError, MusterError, StorageError, one_line, storage_error
 from muster.files import replace_file

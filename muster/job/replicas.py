@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from muster.checkpoint.state import as_bytes, host_copy
+from muster.checkpoint.plain_values import host_copy
+from muster.checkpoint.state import as_bytes
 from muster.checkpoint.trained import own_prefix, plain
 from muster.errors import ConfigError
 from muster.world.dtensor import in_pieces

@@ -20,7 +20,8 @@ OF_A_LIST = ("StackBackward", "CatBackward")
 def is_sum(loss: Any) -> bool:
     """Return True for the sum of a tensor's elements, also beside other summands.
 
-    False for a sum of means, of a list of losses, or over a parameter, as in a penalty; and without a graph.
+    False for a sum of means, of a list of losses, or over a parameter, as in a penalty; and without a graph, or with one whose
+    nodes do not say what they have saved, as torch promises no names for that.
     """
     seen, left = set[Any](), [getattr(loss, "grad_fn", None)]
     while left:
@@ -33,7 +34,8 @@ def is_sum(loss: Any) -> bool:
         elif getattr(node, "_saved_reduction", None) == SUM:
             return True
         elif name == "SumBackward0" and within[0] and not within[0].name().startswith((*OF_A_LIST, "MeanBackward")):
-            if not _is_of_parameter(within[0], node._saved_self_sym_sizes):
+            shape = getattr(node, "_saved_self_sym_sizes", None)
+            if shape is not None and not _is_of_parameter(within[0], shape):
                 return True
     return False
 

@@ -26,7 +26,8 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils import _pytree as pytree
 
 from muster.checkpoint.optimizer_state import empty_state, empty_states, flat_state, keep_types, nested_state
-from muster.checkpoint.state import as_python, host_copy, is_finite, is_plain, not_plain
+from muster.checkpoint.plain_values import host_copy, is_plain, not_plain, without_numpy
+from muster.checkpoint.state import is_finite
 from muster.checkpoint.tensor_versions import Place, place
 from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.data.fingerprint import hash_of, look
@@ -93,7 +94,7 @@ class Tracked:
             elif value.layout != torch.strided:
                 raise ConfigError(SPARSE.format(name=name))
         for name, other in self.others.items():
-            _check_plain(name, _of_other(other))
+            _check_plain(name, other.state_dict())
         self._saved_buffers = {*self._buffers()}
         self._built_buffers = {name: _built(buffer) for name, buffer in self._unsaved_buffers()}
         self._changed_buffers: set[str] = set()
@@ -119,7 +120,7 @@ class Tracked:
         """Raise ConfigError for an option of an optimizer that no checkpoint could give back."""
         for name, optimizer in self.optimizers.items():
             groups = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
-            _check_plain(f"{name}.param_groups", as_python(groups))
+            _check_plain(f"{name}.param_groups", groups)
 
     def needs_two(self) -> str:
         """Return the name and kind of a layer that is trained on two samples or more, if these are of one value each; empty without one."""
@@ -183,8 +184,9 @@ class Tracked:
         return own <= {id(leaf) for leaf in saved}
 
     def holds(self, thing: object) -> bool:
-        """Return whether a tracked object, neither a module nor an optimizer, holds `thing` and so may save it."""
-        return any(_holds(each, lambda part: part is thing) for each in self.others.values())
+        """Return whether a tracked object that is no module holds `thing`, and so may save it."""
+        of_optimizers = ([each.param_groups, each.state] for each in self.optimizers.values())
+        return any(_holds(each, lambda part: part is thing) for each in (*self.others.values(), *of_optimizers))
 
     def untracked_schedules(self, optimizer: Optimizer) -> list[LRScheduler]:
         """Return the learning rate schedulers of `optimizer` that are not tracked, by themselves or in an object that is.
@@ -233,12 +235,12 @@ class Tracked:
         """Return copies of the options of all optimizers' groups, and of the state of the other objects."""
         groups = {
             f"{name}/{GROUPS}": [
-                {key: names if key == "params" else host_copy(as_python(value)) for key, value in group.items()}
+                {key: names if key == "params" else host_copy(value) for key, value in group.items()}
                 for group, names in self._groups(optimizer)
             ]
             for name, optimizer in self.optimizers.items()
         }
-        return groups | {name: host_copy(_of_other(each)) for name, each in self.others.items()}
+        return groups | {name: host_copy(each.state_dict()) for name, each in self.others.items()}
 
     def of_optimizers(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._of_optimizers().items() if isinstance(value, Tensor)}
@@ -441,7 +443,7 @@ class Tracked:
                 f"{name} keeps state by {type(strange).__name__}, which no checkpoint can name: keep it by parameter"
             )
         flat = flat_state(optimizer, self._names, name)
-        groups = [{**as_python(group), "params": names} for group, names in self._groups(optimizer)]
+        groups = [{**group, "params": names} for group, names in self._groups(optimizer)]
         return {**flat, f"{name}/{GROUPS}": groups}
 
     def _groups(self, optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
@@ -453,7 +455,7 @@ class Tracked:
 
         What differs between ranks has their prefix; frozen names are then left out.
         """
-        values = {name: host_copy(_of_other(self.others[name])) for name in sorted(self.others)}
+        values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
         values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients.items() if not in_pieces(each)}
         values[ZEROED], values[FROZEN] = self.accumulation.zeroed(gradients), self.frozen()
         digests = self.world.gather([_digest(value) for value in values.values()])
@@ -551,11 +553,6 @@ def _is_trained(module: nn.Module) -> bool:
     return any(each.requires_grad for each in module.parameters())
 
 
-def _of_other(thing: Any) -> Any:
-    state = thing.state_dict()
-    return as_python(state) if isinstance(thing, LRScheduler) else state
-
-
 def _check_plain(name: str, state: Any) -> None:
     """Raise ConfigError for a state that torch.load does not read with `weights_only=True`."""
     if any(in_pieces(leaf) for leaf in pytree.tree_leaves(state)):
@@ -569,7 +566,7 @@ def _shape(value: Any) -> list[int] | None:
 
 
 def _digest(state: Any) -> str:
-    state = _by_content(state)
+    state = _by_content(without_numpy(state))
     return hash_of([pytree.tree_structure(state), *look(state)])
 
 
@@ -581,7 +578,9 @@ def _by_content(value: Any) -> Any:
         return [type(value).__name__, *map(_by_content, value)]
     if isinstance(value, set):
         return ["set", *sorted(map(repr, value))]
-    return value if isinstance(value, Tensor | bool | int | float | str | bytes) else repr(value)
+    if isinstance(value, Tensor):
+        return [str(value.dtype), str(value.shape), value]
+    return value if isinstance(value, bool | int | float | str | bytes) else repr(value)
 
 
 def _holds(whole: object, is_it: Callable[[object], bool]) -> bool:

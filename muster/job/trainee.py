@@ -22,7 +22,7 @@ from muster.attempt.attempt import Attempt
 from muster.attempt.running_means import RunningMeans
 from muster.checkpoint.commit import Saved
 from muster.checkpoint.manager import restore
-from muster.checkpoint.state import host_copy
+from muster.checkpoint.plain_values import host_copy
 from muster.checkpoint.tensor_versions import Changes, Place, place
 from muster.checkpoint.trained import SavedTensor
 from muster.data.fingerprint import hash_of, look

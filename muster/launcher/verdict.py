@@ -130,9 +130,10 @@ def decide_script(
         if agent_code > SIGNALLED:
             line = f"the agent of a node was ended by signal {agent_code - SIGNALLED}"
         return Verdict(policy.restarts_as or 1, False, line)
-    line = f"failed (exit code {agent_code})" + (f": {said}" if said else "")
+    why = f": {said}" if said else ""
+    line = f"failed (exit code {agent_code}){why}"
     if told:
-        line = f"told to stop, and ended with exit code {agent_code}: save on SIGTERM and leave with 75 to be run again"
+        line = f"told to stop, and ended with exit code {agent_code}{why}; a script that saves on SIGTERM and leaves with 75 is run again"
     if told and not policy.requeues:  # a pod that is told to stop is replaced, whatever its script makes of it
         return Verdict(policy.restarts_as or 1, False, line)
     return Verdict(policy.fails_as or agent_code, False, line)

@@ -6,7 +6,6 @@ place of a checkpoint. If a rank is lost for good, one that is left saves its re
 
 from __future__ import annotations
 
-import io
 import math
 import socket
 import time
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.checkpoint.state import host_copy
+from muster.checkpoint.plain_values import dumps, loads
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import RankLost, StorageError
 from muster.faults.heartbeat import EMERGENCY
@@ -292,17 +291,12 @@ def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any
     """Return the flat state of rank `source`, tensors and plain values by name. Collective."""
     is_source = world.rank == source
     tensors = {name: each.detach() for name, each in state.items() if isinstance(each, Tensor)} if is_source else {}
-    blob = io.BytesIO()
-    torch.save({name: host_copy(value) for name, value in state.items() if name not in tensors}, blob)
+    data = dumps({name: value for name, value in state.items() if name not in tensors}) if is_source else b""
     heads = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
-    heads, length = world.broadcast([heads, blob.tell()], source=source)
-    raw = (
-        torch.frombuffer(bytearray(blob.getvalue()), dtype=torch.uint8)
-        if is_source
-        else torch.empty(length, dtype=torch.uint8)
-    )
+    heads, length = world.broadcast([heads, len(data)], source=source)
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_source else torch.empty(length, dtype=torch.uint8)
     dist.broadcast(raw, source)
-    found: dict[str, Any] = torch.load(io.BytesIO(raw.numpy().tobytes()), weights_only=True)
+    found: dict[str, Any] = loads(raw.numpy().tobytes())
     for chunk in _chunks(heads):
         size = sum(_bytes(head) for head in chunk)
         flat = torch.empty(size, dtype=torch.uint8)

@@ -562,7 +562,7 @@ class Cached(torch.utils.data.Dataset):
 cached = Cached()
 model, pool, memory, centre = nn.Linear(4, 4), Pool(list), Pool(collections.deque), Centre()
 queue, losses, noise = {}, [], torch.zeros(4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 with muster.Job("run", tensorboard=False) as job:
     job.track(model=model, optimizer=optimizer, **({"pool": pool, "memory": memory} if "TRACKED" in os.environ else {}))
     for x in job.batches(torch.ones(16, 4), batch_size=4, epochs=2):
@@ -572,6 +572,9 @@ with muster.Job("run", tensorboard=False) as job:
         if "TRACKED" not in os.environ:
             centre.of.mul_(0.9).add_(x.mean(0)), queue.update(last=np.ones(3) + job.steps_done)
         centre.batch = {"x": x.clone()}
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + job.steps_done)
+        moments = optimizer.state[model.weight]
         loss = model(x + noise.normal_() + cached[0]).square().mean()
         losses.append(loss.detach()), outputs.append(x * 2)
         loss.backward(), optimizer.step(), optimizer.zero_grad(), job.step()
@@ -580,7 +583,8 @@ with muster.Job("run", tensorboard=False) as job:
 
 @pytest.mark.parametrize("tracked", [{}, {"TRACKED": "1"}], ids=["untracked", "tracked"])
 def test_what_a_loop_keeps_in_containers_is_noted_unless_it_is_tracked(place, tracked):
-    """A replay buffer, a memory of tuples, a centre, a queue of arrays. Numbers for a chart, and what a step makes anew, are not."""
+    """A replay buffer, a memory of tuples, a centre, a queue of arrays. Numbers for a chart, what a step makes anew, and a group of
+    the optimizer, are not."""
     folder = place("pools")
     (folder / "pools.py").write_text(POOLS)
     told = notes(run(folder, script="pools", to="", **tracked))
@@ -1303,7 +1307,8 @@ WEIGHTED = "job.track(model=model); job.batches(data, batch_size=8, epochs=1, we
         ("job.track(model=3)", "track(model=...) is of type int, which has no state_dict()"),
         ("job.track(optimizer=optimizer)", "track the module, too"),
         ("job.track(loop=model)", "choose another"),
-        (OWN_STATE.format("{'mean': numpy.float64(1)}"), "own['mean'] is of type numpy.float64, which torch.load"),
+        (OWN_STATE.format("{'name': numpy.str_('x')}"), "own['name'] is of type numpy.str_, which torch.load"),
+        (OWN_STATE.format("[numpy.array([{}])]"), "own[0] is of type numpy.ndarray of object, which torch.load"),
         (OWN_STATE.format("[collections.defaultdict(int)]"), "own[0] is of type collections.defaultdict, which"),
         (OWN_STATE.format("{'p': collections.namedtuple('P', 'x')(1)}"), "own['p'] is of type __main__.P, which"),
         (OWN_STATE.format("{numpy.int64(3): 1}"), "the key of own[np.int64(3)] is of type numpy.int64, which"),
@@ -1376,7 +1381,7 @@ def test_containers_of_a_state_come_back_as_they_were(place, ranks):
     state = "{'c': C(a=rank), 'o': O(b=(1, [2])), 's': {3 + rank}, 'b': bytearray([rank]), 'size': torch.ones(5, 6).shape, 'z': 1j}"
     body = (
         "from collections import Counter as C, OrderedDict as O; import types\n"
-        f"    own = types.SimpleNamespace(state_dict=lambda: {state}, load_state_dict=lambda given: print('given', given == {state}, given))\n"
+        f"    own = types.SimpleNamespace(state_dict=lambda: {state}, load_state_dict=lambda given: print('given %s %s' % (given == {state}, given)))\n"
         f"    {LOOP.replace('model=model', 'model=model, own=own')}job.step(); job.save(); raise SystemExit(75)"
     )
     folder = place("kinds")

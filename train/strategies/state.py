@@ -6,12 +6,13 @@ from collections.abc import Mapping, Set
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from muster.checkpoint.optimizer_state import empty_states, flat_state, keep_types, nested_state
-from muster.checkpoint.state import as_python, is_plain, not_plain
+from muster.checkpoint.plain_values import is_plain, not_plain
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import ConfigError
 
@@ -67,7 +68,7 @@ def of_optimizer(
             )
         flat[OTHERS] = {key: [value, _device(value)] for key, value in others.items()}
     groups = zip(optimizer.param_groups, everywhere or groups_of(optimizer, model), strict=True)
-    return {**flat, GROUPS: [{**as_python(group), "params": params} for group, params in groups]}
+    return {**flat, GROUPS: [{**group, "params": params} for group, params in groups]}
 
 
 def targets(
@@ -157,7 +158,7 @@ def _same(one: Any, other: Any) -> bool:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and bool((one == other.to(one.device)).all())
-    return type(one) is type(other) and bool(one == other)
+    return type(one) is type(other) and bool(np.all(one == other))
 
 
 def _nested(

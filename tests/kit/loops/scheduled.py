@@ -1,6 +1,7 @@
 """A loop that sets the rate of each step from an array of NumPy's, as many do: `python scheduled.py FOLDER`.
 
-KIND: the array's dtype. OTHER: what an object of the loop's own holds from step 6 on, a key of OTHERS.
+KIND: the array's dtype. OTHER: what an object of the loop's own holds from step 6 on, a key of OTHERS. Its other numbers are NumPy's, too,
+of 16 bits, which overflow.
 """
 
 import os
@@ -14,17 +15,26 @@ import muster
 from kit.faults import fault
 
 INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-OTHERS = {"float64": np.float64(0.5), "function": lambda: 0.5}
+OTHERS = {"float64": np.float64(0.5), "datetime64": np.datetime64("2026-01-01"), "function": lambda: 0.5}
 
 
 class Last:
     rate = 0.0
 
+    def __init__(self):
+        self.total, self.seen = np.int16(0), np.zeros((2, 2), dtype=np.int16)
+
     def state_dict(self):
-        return {"rate": self.rate}
+        return vars(self)
 
     def load_state_dict(self, state):
-        self.rate = state["rate"]
+        vars(self).update(state)
+
+    def add(self):
+        """Return a small number that depends on all before, and on how these overflow."""
+        self.total += np.int16(20_000)
+        self.seen[0, 1] += self.total
+        return self.seen.sum(dtype=np.int16) / np.float32(1e6)
 
 
 def main(job):
@@ -39,7 +49,7 @@ def main(job):
         if own and job.steps_done >= 6:
             own["last"].rate = OTHERS[os.environ["OTHER"]]
         fault("forward", job.steps_done)
-        loss = model(x).pow(2).mean()
+        loss = model(x).pow(2).mean() * (1 + float(own["last"].add() if own else 0))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
