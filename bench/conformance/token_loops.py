@@ -194,7 +194,7 @@ def lightning(folder: Path, batch: int) -> nn.Module:
 
 
 def own_loop(folder: Path, batch: int) -> nn.Module:
-    """`job.batches(count=...)` and `job.weight`. Source: docs/your-own-loop.md (gradient accumulation)"""
+    """`job.batches(count=...)` and `job.weight`. Source: docs/loop-recipes.md (gradient accumulation)"""
     import muster
 
     with muster.Job(folder, tensorboard=False) as job:

@@ -133,7 +133,7 @@ def fault(seen: Outlook | None, mine: Phase, *, timeout_s: float, patient: bool)
     if seen.all_behind:
         return RankLost(
             f"no rank has made progress {period}: {where}: collectives that do not match, as a pass of DistributedDataParallel that not all ranks make "
-            "(docs/your-own-loop.md, Passes that hang), or a network that loses data",
+            "(docs/loop-recipes.md, Passes that hang), or a network that loses data",
             hangs=True,
         )
     first = seen.behind[0]

@@ -48,7 +48,7 @@ SEEDED = (
 BEYOND = "the run is at step {step}, and batches() ends with step {steps}: nothing is trained, and model.pt has the weights of step {step}"
 OWN_CHANGED = "values of own= have changed since {path} was written: {values}"
 OTHER_LAYERS = "{name} was built with {before} before, and with {here} in place of that now: its weights fit, and the run goes on with them"
-RECIPE = "docs/your-own-loop.md, Another learning rate"
+RECIPE = "docs/loop-recipes.md, Another learning rate"
 RESET = "{name} was {before} when track() had restored it, and is {now}: set after track() beside a schedule, it undoes the schedule's steps in every attempt; {remedy}"
 ONCE = f"change it once, together with the schedule's base_lrs, which a checkpoint holds ({RECIPE})"
 ONE_SAMPLE = (

@@ -120,7 +120,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
         cwd=ROOT, env=environment(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0 and "not included in the" not in done.stderr, done.stderr
-    loop = (tmp_path / "your-own-loop.html").read_text()
+    loop = (tmp_path / "loop-recipes.html").read_text()
     assert "<code>examples/own_loop/fsdp2.py</code>" in loop and 'href="examples' not in loop
     assert "sbatch slurm/ddp.sbatch" in (tmp_path / "slurm.html").read_text()
     api = (tmp_path / "api.html").read_text()

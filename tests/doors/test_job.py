@@ -1226,7 +1226,7 @@ job.run(main)
 
 @pytest.mark.parametrize("form", ["gathered", "summed"])
 def test_a_loss_of_the_batch_as_a_whole_and_a_sum_are_those_of_one_rank(place, form):
-    """The two rows of docs/your-own-loop.md."""
+    """The two rows of docs/loop-recipes.md."""
     found = []
     for ranks in (1, 3):
         folder = place(f"ranks{ranks}")
@@ -1896,7 +1896,7 @@ CYCLE, PLATEAU = "OneCycleLR(optimizer, 0.1, total_steps=16)", "ReduceLROnPlatea
 )
 def test_another_rate_beside_a_schedule_is_set_once(place, form, schedule):
     """Set anew after each `track`, it undoes the schedule's steps. No way is named for a schedule that it would not be right for."""
-    text = (ROOT / "docs/your-own-loop.md").read_text()
+    text = (ROOT / "docs/loop-recipes.md").read_text()
     [way] = re.findall(r"```python\n(rates = \[new_lr\].*?)```", text, flags=re.DOTALL)
     folder = place(form)
     documented = textwrap.indent(way, "    ") if form == "as-documented" else ""
