@@ -25,7 +25,9 @@ from muster.data.fingerprint import hash_of, look
 from muster.errors import ConfigError
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, parts_of, read_now
 from muster.job.carried_state import BEST, COUNT, RATE, STATE, carried, early, enumerated, own_frames
-from muster.job.own_objects import OwnDraws, OwnNumbers, OwnTensors, memory_of
+from muster.job.own_draws import OwnDraws
+from muster.job.own_numbers import OwnNumbers
+from muster.job.own_tensors import OwnTensors, memory_of
 from muster.job.summed_loss import BACKWARD
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import REPLICATED, Reached

@@ -1,0 +1,135 @@
+"""Which numbers of the script's own a loop changes, and no checkpoint has: a counter in an attribute, a best value in a global name."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import linecache
+import math
+import re
+import textwrap
+import time
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
+
+from muster.data.own_generators import is_of_user
+from muster.job.carried_state import assigned, loop_of, own_frames
+from muster.job.own_objects import harmless, held_by, is_a, variables_of
+
+TIMED = ("time", "elapsed", "second", "duration", "clock")
+"""What names of numbers have in them that follow a clock."""
+DAY_S = 86_400.0
+
+
+class OwnNumbers:
+    """Numbers of the script's own, to see which of them a loop changes: a counter in an attribute, a best value in a global name.
+
+    They are those of global names, of variables that an inner function assigns, and in attributes and items of what variables name.
+    """
+
+    def __init__(self) -> None:
+        self.is_broken, self._before, self._compared = False, dict[str, float](), set[str]()
+
+    @harmless
+    def begin(self, frame: FrameType | None, apart: Callable[[], Collection[int]]) -> None:
+        """Look at them before the first step. frame: of a call from the loop. apart: ids of objects that are saved, or set, by others."""
+        self._before = {name: number for name, number, _ in _numbers(frame, apart())}
+
+    def _is_counter(self, name: str, before: float, now: float, owner: object, frame: FrameType | None) -> bool:
+        """Return whether a number that is one of the job's own counts by now is counted by its object itself; once for each."""
+        if now == before or owner is None or name in self._compared:
+            return False
+        self._compared.add(name)
+        attribute = name.rpartition(".")[2]
+        return _counts(type(owner), attribute) and not _sets(frame, attribute)
+
+    @harmless
+    def changed(
+        self,
+        frame: FrameType | None,
+        apart: Callable[[], Collection[int]],
+        *,
+        known: Collection[int],
+        is_saved: Callable[[object], bool],
+    ) -> list[str] | None:
+        """Return the names of those that have changed since `begin`; those of one object once.
+
+        known: the job's own counts, from which a number may follow. is_saved: whether a tracked object may save an object's numbers.
+        """
+        if not self._before:
+            return []
+        now = {name: (number, owner) for name, number, owner in _numbers(frame, apart())}
+        found = [
+            name
+            for name, before in self._before.items()
+            if name in now
+            and (_has_changed(before, now[name][0], known) or self._is_counter(name, before, *now[name], frame))
+        ]
+        if found:
+            saved = {name for name in found if is_saved(now[name][1])}
+            owners = {name.partition(".")[0] for name in found}
+            self._before = {name: each for name, each in self._before.items() if name.partition(".")[0] not in owners}
+            loops = [loop[0] for each in own_frames(frame) if (loop := loop_of(each))]
+            of_loops = {name for loop in loops for name in assigned([loop])}  # which `carried` looks at
+            found = [name for name in found if name not in of_loops | saved]
+        return found
+
+
+def _has_changed(before: float, now: float, known: Collection[int]) -> bool:
+    is_same = now == before or (math.isnan(now) and math.isnan(before))
+    is_of_clock = isinstance(now, float) and min(abs(now - time.time()), abs(now - time.monotonic()) * DAY_S) < DAY_S
+    return not (is_same or now in known or is_of_clock)
+
+
+def _numbers(frame: FrameType | None, apart: Collection[int]) -> Iterator[tuple[str, float, object]]:
+    """Yield the name of each number, the number, and the object that has it; None for a variable."""
+    seen = {*apart}
+    for each in own_frames(frame):
+        shared = {*each.f_globals, *each.f_code.co_cellvars, *each.f_code.co_freevars}
+        for name, value in variables_of(each).items():
+            if _is_number(name, value) and name in shared:
+                yield name, value, None
+            elif id(value) not in seen:
+                seen.add(id(value))
+                items = [*held_by(value).items()]
+                yield from ((f"{name}.{key}", number, value) for key, number in items if _is_number(key, number))
+
+
+def _is_number(name: object, value: object) -> bool:
+    is_one = is_a(value, int, float) and not is_a(value, bool)
+    return is_one and isinstance(name, str) and not any(each in name.lower() for each in TIMED)
+
+
+def _counts(kind: type, attribute: str) -> bool:
+    """Return whether the methods of a class of the script's own count in an attribute, as by `self.n += 1`, and from a constant alone."""
+    counts = False
+    for each in filter(lambda each: is_of_user(each.__module__), kind.__mro__):
+        with contextlib.suppress(OSError, TypeError, SyntaxError):  # without its text
+            for value in _assigned(ast.parse(textwrap.dedent(inspect.getsource(each))), attribute):
+                if value is None or f"self.{attribute}" in ast.unparse(value):
+                    counts = True
+                elif not isinstance(value, ast.Constant):  # perhaps the job's own count
+                    return False
+    return counts
+
+
+def _assigned(tree: ast.AST, attribute: str) -> Iterator[ast.expr | None]:
+    """Yield what is assigned to `self.attribute`; None for what `+=` and the like do."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            continue
+        value = None if isinstance(node, ast.AugAssign) else node.value
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple):
+                values = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
+                pairs = [*zip(target.elts, values, strict=False)]
+            yield from (given for each, given in pairs if ast.unparse(each) == f"self.{attribute}")
+
+
+def _sets(frame: FrameType | None, attribute: str) -> bool:
+    """Return whether the text around a loop sets an attribute of this name from outside: perhaps by the job's own counts."""
+    files = {each.f_code.co_filename for each in own_frames(frame)}
+    set_outside = re.compile(rf"(?<!\bself)\.{re.escape(attribute)}\s*=(?!=)")
+    return any(set_outside.search("".join(linecache.getlines(file))) for file in files)
