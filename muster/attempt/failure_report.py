@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster import outcome
-from muster.code_location import kind_and_message, place
+from muster.code_location import AGAIN, kind_and_message, place
 from muster.errors import (
     BadHost,
     CrashLoop,
@@ -275,8 +275,8 @@ def _own_code(error: BaseException) -> int:
 
 
 def _digest(text: str) -> str:
-    """Return a digest of `text` that ignores addresses."""
-    return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
+    """Return a digest of `text` that ignores addresses, and whether the function was called again."""
+    return hashlib.sha256(re.sub(rf"0x[0-9a-f]+|\n{re.escape(AGAIN)}.*", "", text).encode()).hexdigest()[:16]
 
 
 def _put_into_words(error: BaseException) -> BaseException:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from muster.checkpoint.trained import SavedTensor
 
@@ -69,16 +71,33 @@ def empty_state(key: str, facts: SavedTensor, parameter: Tensor) -> Tensor:
     return torch.empty(facts.size, dtype=facts.dtype, device=parameter.device)
 
 
-def keep_types(optimizer: Optimizer, saved: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Restore the saved dtypes of an optimizer's loaded state, because torch casts it to the dtype of the parameter.
+def load_nested(optimizer: Optimizer, nested: Mapping[str, Any]) -> None:
+    """Load a state dict with its dtypes: torch casts the state of a parameter to the dtype of that.
 
-    saved: the state by parameter index. Entries under a string key belong to no parameter, and are never cast.
+    Entries under a text belong to no parameter, and are never cast. Values of other kinds are set afterwards, as torch gives
+    to the type of each iterable a generator of its items, from which a text or an array of NumPy's is not made.
     """
+    apart = {
+        index: {name: value for name, value in values.items() if _is_other(value)}
+        for index, values in nested["state"].items()
+        if not isinstance(index, str)
+    }
+    kept = {
+        index: {name: value for name, value in values.items() if name not in apart[index]} if index in apart else values
+        for index, values in nested["state"].items()
+    }
+    optimizer.load_state_dict({**nested, "state": kept})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in saved.items():
-        if isinstance(index, str):
-            continue
-        loaded = optimizer.state.get(parameters[index], {})
-        for name, value in values.items():
+    for index, others in apart.items():
+        loaded = optimizer.state[parameters[index]]
+        for name, value in kept[index].items():
             if isinstance(value, Tensor) and name in loaded and loaded[name].dtype != value.dtype:
                 loaded[name] = value.detach().to(loaded[name].device)
+        near = partial(Tensor.to, device=parameters[index].device)
+        loaded |= {name: tree_map_only(Tensor, near, value) for name, value in others.items()}
+
+
+def _is_other(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple | set):
+        return any(map(_is_other, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Iterable) and not isinstance(value, Tensor)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
@@ -208,7 +209,8 @@ def _plain(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def _within(part: Any) -> list[Any]:
     if isinstance(part, dict) and part:
         return [*part.values()]
-    return [part.item() if isinstance(part, Tensor) and part.numel() == 1 else part]
+    is_number = isinstance(part, np.generic) or (isinstance(part, Tensor) and part.numel() == 1)
+    return [part.item() if is_number else part]
 
 
 def _is_plain(part: Any) -> bool:

@@ -424,6 +424,12 @@ class Job(JobOptions):
         )
 
     @property
+    def steps_per_epoch(self) -> int:
+        """The steps of an epoch of `batches`, once it was called; 0 before, and for a loop that iterates by itself."""
+        made = self._tracked("steps_per_epoch").batch_source
+        return made.steps_per_epoch if made else 0
+
+    @property
     def ends_epoch(self) -> bool:
         """True for the last batch of an epoch of `batches`, before and after its `step`."""
         made, done = self._tracked("ends_epoch").batch_source, self.steps_done + self._is_owed

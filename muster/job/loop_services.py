@@ -153,7 +153,8 @@ class LoopServices:
         self.batch_source, facts, known = batch_source, dict[str, Any](), dict[str, Any]()
         if batch_source:
             self.consistency.refuse_batches(batch_source)
-            facts, known = batch_source.facts, {"samples_per_epoch": batch_source.samples_per_epoch or None}
+            facts = batch_source.facts
+            known = {"samples_per_epoch": batch_source.samples_per_epoch, "batch_size": facts.get("batch_size")}
         self.world.on_first(partial(self._write_config, facts))
         opened = partial(
             open_records,

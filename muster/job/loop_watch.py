@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 from torch.utils.data import DistributedSampler
@@ -38,6 +39,7 @@ UNSCHEDULED = (
     "{kind}, the schedule of {name}, is not tracked: a resume, or the death of a rank, would begin it anew; name it: track(schedule=...), also if your "
     "code sets it from job.steps_done"
 )
+UNSCALED = "{kind}, the gradient scaler of {name}, is not tracked: a resume, or the death of a rank, would begin its scale anew; name it: track(scaler=...)"
 NO_OPTIMIZER = (
     "no optimizer is tracked: what the loop itself keeps for its updates, such as a rate in a variable, is in no checkpoint, and a resume, or the "
     "death of a rank, begins it anew; follow it from job.steps_done, or track an object that holds it"
@@ -207,14 +209,14 @@ class LoopWatch:
                     return
                 self._tell(f"untracked {name}", UNTRACKED.format(name=name))
                 self._refuse_survival(f"{name} is not tracked")
-            found = self._tracked.untracked_schedules(optimizer)
+            found = self._tracked.untracked_beside(optimizer)
             if found and is_certain:
                 found.clear()
                 gc.collect()  # one that was replaced may be in a cycle of references
-                found = self._tracked.untracked_schedules(optimizer)
+                found = self._tracked.untracked_beside(optimizer)
             for each in found:
                 kind = type(each).__name__
-                text = UNSCHEDULED.format(kind=kind, name=name)
+                text = (UNSCHEDULED if isinstance(each, LRScheduler) else UNSCALED).format(kind=kind, name=name)
                 if is_certain:
                     raise ConfigError(text)
                 self._tell(f"untracked {kind}", text)
@@ -274,7 +276,12 @@ class LoopWatch:
         return {*map(id, saved), *map(id, parts_of(self._batch_source.source) if self._batch_source else ())}
 
     def _saves(self, owner: object) -> bool:
-        """Return True if a tracked object may save the numbers of another, or a module that saves more than its buffers its own."""
+        """Return True if a tracked object may save the numbers of another, or a module that saves more than its buffers its own.
+
+        owner: None for a global name.
+        """
+        if owner is None:
+            return False
         kind = type(owner)
         saves_more = issubclass(kind, nn.Module) and kind.get_extra_state is not nn.Module.get_extra_state
         return saves_more or self._tracked.holds(owner)

@@ -40,23 +40,27 @@ class OwnDraws:
 
 
 def _generators(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    seen = set[int]()
     for variable, of_variable in variables_of(frame).items():
-        for name, value in _environments(variable, of_variable):
+        for name, value in _environments(variable, of_variable, seen):
             is_library = is_a(value, ModuleType) and not is_own_module(value)
             inner = {} if is_library else attributes_of(value)
             named = {name: value, **{f"{name}.{each}": there for each, there in inner.items()}}
             yield from ((full, each) for full, each in named.items() if is_a(each, *KINDS) and not is_global(each))
 
 
-def _environments(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _environments(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield a value, and those within it if it is an environment in its wrappers, or several: the innermost one draws."""
     for _ in range(MOST_WRAPPERS):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
         yield name, value
         inner = attributes_of(value)
         several: Any = inner.get("envs")
         if is_a(several, list):
             for number, each in enumerate(several[:MOST_WRAPPERS]):
-                yield from _environments(f"{name}.envs[{number}]", each)
+                yield from _environments(f"{name}.envs[{number}]", each, seen)
         if "env" not in inner:
             return
         name, value = f"{name}.env", inner["env"]

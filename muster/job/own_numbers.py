@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import inspect
 import linecache
 import math
 import re
-import textwrap
 import time
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 
-from muster.data.own_generators import is_of_user
 from muster.job.carried_state import assigned, loop_of, own_frames
-from muster.job.own_objects import harmless, held_by, is_a, variables_of
+from muster.job.own_objects import assigned_in, harmless, held_by, is_a, reads_itself, variables_of
 
 TIMED = ("time", "elapsed", "second", "duration", "clock")
 """What names of numbers have in them that follow a clock."""
@@ -103,29 +99,9 @@ def _is_number(name: object, value: object) -> bool:
 
 def _counts(kind: type, attribute: str) -> bool:
     """Return whether the methods of a class of the script's own count in an attribute, as by `self.n += 1`, and from a constant alone."""
-    counts = False
-    for each in filter(lambda each: is_of_user(each.__module__), kind.__mro__):
-        with contextlib.suppress(OSError, TypeError, SyntaxError):  # without its text
-            for value in _assigned(ast.parse(textwrap.dedent(inspect.getsource(each))), attribute):
-                if value is None or f"self.{attribute}" in ast.unparse(value):
-                    counts = True
-                elif not isinstance(value, ast.Constant):  # perhaps the job's own count
-                    return False
-    return counts
-
-
-def _assigned(tree: ast.AST, attribute: str) -> Iterator[ast.expr | None]:
-    """Yield what is assigned to `self.attribute`; None for what `+=` and the like do."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            continue
-        value = None if isinstance(node, ast.AugAssign) else node.value
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            pairs = [(target, value)]
-            if isinstance(target, ast.Tuple):
-                values = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
-                pairs = [*zip(target.elts, values, strict=False)]
-            yield from (given for each, given in pairs if ast.unparse(each) == f"self.{attribute}")
+    values = assigned_in(kind, attribute)
+    counts = [value for value in values if reads_itself(value, attribute)]
+    return bool(counts) and all(isinstance(each, ast.Constant) for each in values if each not in counts)
 
 
 def _sets(frame: FrameType | None, attribute: str) -> bool:

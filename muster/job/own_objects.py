@@ -5,9 +5,13 @@ Only values are looked at: nothing is attached to the objects, and no code of th
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
+import inspect
+import textwrap
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -77,3 +81,31 @@ def attributes_of(value: Any) -> dict[str, Any]:
 def is_a(value: object, *kinds: type) -> bool:
     """Return whether `value` is of one of the `kinds`; unlike isinstance, this runs no code of a proxy's."""
     return issubclass(type(value), kinds)
+
+
+def assigned_in(kind: type, attribute: str) -> list[ast.expr | None]:
+    """Return what the methods of a class of the script's own assign to `self.attribute`; None for what `+=` and the like do."""
+    found = list[ast.expr | None]()
+    for each in filter(lambda each: is_of_user(each.__module__), kind.__mro__):
+        with contextlib.suppress(OSError, TypeError, SyntaxError):  # without its text
+            found += _assigned(ast.parse(textwrap.dedent(inspect.getsource(each))), attribute)
+    return found
+
+
+def reads_itself(value: ast.expr | None, attribute: str) -> bool:
+    """Return whether what is assigned to `self.attribute` depends on what it was."""
+    return value is None or f"self.{attribute}" in ast.unparse(value)
+
+
+def _assigned(tree: ast.AST, attribute: str) -> Iterator[ast.expr | None]:
+    """Yield what is assigned to `self.attribute`; None for what `+=` and the like do."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            continue
+        value = None if isinstance(node, ast.AugAssign) else node.value
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple):
+                values = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
+                pairs = [*zip(target.elts, values, strict=False)]
+            yield from (given for each, given in pairs if ast.unparse(each) == f"self.{attribute}")

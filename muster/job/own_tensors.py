@@ -16,7 +16,17 @@ from torch.utils.data import Dataset
 
 from muster.checkpoint.tensor_versions import SAMPLED_STEPS, Place, first_value, place, stored
 from muster.job.carried_state import own_frames
-from muster.job.own_objects import FEW, MOST, MOST_IN_ALL, harmless, held_by, is_a, variables_of
+from muster.job.own_objects import (
+    FEW,
+    MOST,
+    MOST_IN_ALL,
+    assigned_in,
+    harmless,
+    held_by,
+    is_a,
+    reads_itself,
+    variables_of,
+)
 from muster.world.dtensor import own_piece
 
 FEW_PARTS = 16
@@ -33,7 +43,7 @@ class OwnTensors:
         """By name, whether it is a module, and what tells whether a tensor of it, or what a container holds, has changed."""
         self._looks: dict[str, tuple[int, int]] = {}
         """The ids of what was looked at, and how often."""
-        self._held: dict[int, bool] = {}
+        self._held: dict[str, bool] = {}
 
     @harmless
     def begin(
@@ -50,17 +60,24 @@ class OwnTensors:
         left_in_all = MOST_IN_ALL
         for name, value, owner in _named(frame):
             named, items = _untracked(name, value, known, modules), _items(value)
+            of_owner = _looks_in_owner(owner, name.rpartition(".")[2], value)
             if (left_in_all := left_in_all - len(named) - len(items)) < 0:
                 return
-            if (named or items) and id(value) not in self._held:
-                self._held[id(value)] = holds(value)
-            if (named or items) and not self._held[id(value)]:
+            if not (named or items or of_owner):
+                continue
+            known_as = (
+                f"{id(value if owner is None else owner)} {name}"  # what an object has may be made anew in each step
+            )
+            if known_as not in self._held:
+                self._held[known_as] = holds(value)
+            if not self._held[known_as]:
                 same, looks = self._looks.get(name, (0, 0))
                 looks = looks + 1 if same == id(value) else 1
                 self._looks[name] = id(value), looks
                 self._before[name] = (
                     is_a(value, nn.Module),
                     [
+                        *of_owner,
                         partial(_has_other_items, value, owner, name, items) if items else bool,
                         *(
                             partial(_is_changed, find, place(each), first_value(each) if looks <= SAMPLED_STEPS else "")
@@ -104,6 +121,30 @@ def _is_changed(find: Found, before: Place, value: str) -> bool:
     """Return whether a tensor, which is held weakly, has another place or value; see tensor_versions.py."""
     now = find()
     return now is not None and (place(now) != before or (bool(value) and first_value(now) != value))
+
+
+def _looks_in_owner(owner: Any, name: str, value: Any) -> list[Callable[[], bool]]:
+    """Return what tells whether an attribute has been changed in place, if it is an array, or was made of itself, as an average is."""
+    if owner is None or not (is_a(value, dict) or _keeps(value)):
+        return []
+    looks: list[Callable[[], bool]] = [partial(_is_remade, owner, name, id(value))]
+    return [*looks, partial(_is_other_array, ref(value), _ends(value))] if is_a(value, np.ndarray) else looks
+
+
+def _is_remade(owner: Any, name: str, before: int) -> bool:
+    now = held_by(owner).get(name)
+    is_other = now is not None and id(now) != before
+    return is_other and any(reads_itself(each, name) for each in assigned_in(type(owner), name))
+
+
+def _is_other_array(array: ref[Any], before: bytes) -> bool:
+    now = array()
+    return now is not None and _ends(now) != before
+
+
+def _ends(array: Any) -> bytes:
+    """Return the first and last values of an array; of objects, addresses."""
+    return bytes(array.flat[:FEW].tobytes() + array.flat[-FEW:].tobytes())
 
 
 def _items(value: Any) -> list[int]:

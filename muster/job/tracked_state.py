@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -25,15 +26,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils import _pytree as pytree
 
-from muster.checkpoint.optimizer_state import empty_state, empty_states, flat_state, keep_types, nested_state
-from muster.checkpoint.plain_values import host_copy, is_plain, not_plain, without_numpy
+from muster.checkpoint.optimizer_state import empty_state, empty_states, flat_state, load_nested, nested_state
+from muster.checkpoint.plain_values import dumps_plain, host_copy
 from muster.checkpoint.state import is_finite
 from muster.checkpoint.tensor_versions import Place, place
 from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
-from muster.data.fingerprint import hash_of, look
+from muster.data.fingerprint import hash_of
 from muster.errors import ConfigError
 from muster.job.accumulation import Accumulation, packed
-from muster.job.replicas import digest_of, kept_buffers, names_of_buffers, wrappers
+from muster.job.replicas import digest_of, digest_of_value, kept_buffers, names_of_buffers, wrappers
 from muster.world.dtensor import in_pieces, own_piece
 from muster.world.group import World
 
@@ -50,6 +51,7 @@ RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED, FROZEN, UNSAVED)
 """Names that checkpoints have for other entries."""
 ELSEWHERE = (Tensor, nn.Module, LRScheduler, str, bytes, type, FunctionType, ModuleType)
 """Kinds of objects in which no optimizer is looked for. A scheduler's state dict leaves its optimizer out."""
+BESIDE = (LRScheduler, torch.amp.GradScaler)
 SPARSE = "{name} is sparse, which no checkpoint holds: keep it in a variable, or register it as a buffer with persistent=False if training does not change it"
 MOST_SEEN = 10_000
 """Objects that are looked at in search of an optimizer."""
@@ -90,7 +92,7 @@ class Tracked:
             first.register_step_pre_hook(self._note_lr)
         for name, value in self._of_modules().items():
             if not isinstance(value, Tensor):
-                _check_plain(name, value)
+                _check_plain(name, value, for_torch=True)  # as model.pt has it
             elif value.layout != torch.strided:
                 raise ConfigError(SPARSE.format(name=name))
         for name, other in self.others.items():
@@ -144,7 +146,7 @@ class Tracked:
             f"{place}.{key}": float(value)
             for place, group in groups.items()
             for key, value in group.items()
-            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+            if isinstance(value, int | float | np.number) or (isinstance(value, Tensor) and value.numel() == 1)
         }
 
     def shapes(self) -> str:
@@ -188,16 +190,16 @@ class Tracked:
         of_optimizers = ([each.param_groups, each.state] for each in self.optimizers.values())
         return any(_holds(each, lambda part: part is thing) for each in (*self.others.values(), *of_optimizers))
 
-    def untracked_schedules(self, optimizer: Optimizer) -> list[LRScheduler]:
-        """Return the learning rate schedulers of `optimizer` that are not tracked, by themselves or in an object that is.
+    def untracked_beside(self, optimizer: Optimizer) -> list[LRScheduler | torch.amp.GradScaler]:
+        """Return the learning rate schedulers of `optimizer`, and the gradient scaler that steps it, that are not tracked.
 
-        It searches all objects of the process, which takes a tenth of a second.
+        One is by itself, or in an object that is. It searches all objects of the process, which takes a tenth of a second.
         """
 
-        saved: list[LRScheduler] = []
+        saved: list[Any] = []
 
         def note(part: object) -> bool:
-            if isinstance(part, LRScheduler):
+            if isinstance(part, BESIDE):
                 saved.append(part)
             return False
 
@@ -206,10 +208,10 @@ class Tracked:
         for schedule in saved:  # which grows
             saved += getattr(schedule, "_schedulers", [])  # of ChainedScheduler and SequentialLR
         kept = {*map(id, saved)}
-        found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and id(each) not in kept]
+        found = [each for each in gc.get_objects() if issubclass(type(each), BESIDE) and id(each) not in kept]
         chained = (each for each in found if isinstance(each, ChainedScheduler))  # has no state but that of its parts
         kept |= {id(each) for each in chained if kept.issuperset(map(id, each._schedulers))}
-        return [each for each in found if getattr(each, "optimizer", None) is optimizer and id(each) not in kept]
+        return [each for each in found if id(each) not in kept and _is_of(each, optimizer)]
 
     def is_finite(self) -> bool:
         """Return True if all parameters are finite on all ranks. Collective."""
@@ -458,7 +460,8 @@ class Tracked:
         values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
         values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients.items() if not in_pieces(each)}
         values[ZEROED], values[FROZEN] = self.accumulation.zeroed(gradients), self.frozen()
-        digests = self.world.gather([_digest(value) for value in values.values()])
+        several = self.world.size > 1
+        digests = self.world.gather([digest_of_value(value) if several else "" for value in values.values()])
         kept = {}
         for number, (name, value) in enumerate(values.items()):
             is_shared = len({theirs[number] for theirs in digests}) == 1
@@ -482,13 +485,18 @@ class Tracked:
         if [group["params"] for group in saved] != groups:
             raise ValueError(f"{name} had other parameters, or in other groups")
         nested = nested_state({key: value for key, value in state.items() if key != GROUPS}, groups, saved)
-        optimizer.load_state_dict(nested)
-        keep_types(optimizer, nested["state"])
+        load_nested(optimizer, nested)
 
     def _add_groups(self, optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
         """Add the saved state's further groups, for a loop that adds groups in its course."""
         for group in saved[len(optimizer.param_groups) :]:
             optimizer.add_param_group({**group, "params": [self.named[name] for name in group["params"]]})
+
+
+def _is_of(beside: Any, optimizer: Optimizer) -> bool:
+    """Return whether a schedule sets an optimizer's rates, or a gradient scaler has seen its gradients since its last update."""
+    scaled: Any = getattr(beside, "_per_optimizer_states", ())
+    return getattr(beside, "optimizer", None) is optimizer or id(optimizer) in scaled
 
 
 def _built(buffer: Tensor) -> Built:
@@ -553,34 +561,15 @@ def _is_trained(module: nn.Module) -> bool:
     return any(each.requires_grad for each in module.parameters())
 
 
-def _check_plain(name: str, state: Any) -> None:
-    """Raise ConfigError for a state that torch.load does not read with `weights_only=True`."""
+def _check_plain(name: str, state: Any, *, for_torch: bool = False) -> None:
+    """Raise ConfigError for a state that no checkpoint holds, or that torch.load does not read by itself."""
     if any(in_pieces(leaf) for leaf in pytree.tree_leaves(state)):
         raise ConfigError(f"{name} holds DTensors outside of a module and an optimizer: track those")
-    if not is_plain(copy := host_copy(state)):
-        raise not_plain(copy, name)
+    dumps_plain(state, name, for_torch=for_torch)
 
 
 def _shape(value: Any) -> list[int] | None:
     return list(value.shape) if isinstance(value, Tensor) else None
-
-
-def _digest(state: Any) -> str:
-    state = _by_content(without_numpy(state))
-    return hash_of([pytree.tree_structure(state), *look(state)])
-
-
-def _by_content(value: Any) -> Any:
-    """Return a state in which text stands for what a digest would take by its type alone, as a Counter or a set."""
-    if isinstance(value, dict):
-        return [type(value).__name__, {key: _by_content(each) for key, each in value.items()}]
-    if isinstance(value, list | tuple):
-        return [type(value).__name__, *map(_by_content, value)]
-    if isinstance(value, set):
-        return ["set", *sorted(map(repr, value))]
-    if isinstance(value, Tensor):
-        return [str(value.dtype), str(value.shape), value]
-    return value if isinstance(value, bool | int | float | str | bytes) else repr(value)
 
 
 def _holds(whole: object, is_it: Callable[[object], bool]) -> bool:

@@ -552,6 +552,14 @@ class Pool:
 class Centre:
     def __init__(self):
         self.of = torch.zeros(4)
+        self.shadow, self.mean, self.count = {"w": torch.zeros(4)}, torch.zeros(4), np.zeros(4)
+        self.last, self.shown = torch.zeros(4), {"x": torch.zeros(4)}
+    def update(self, x):
+        self.shadow = {key: 0.9 * value + 0.1 * x for key, value in self.shadow.items()}
+        self.mean = 0.9 * self.mean + x
+        self.count += 1
+    def show(self, x):
+        self.last, self.shown = x.clone(), {"x": x.clone()}
 class Cached(torch.utils.data.Dataset):
     def __init__(self):
         self.seen = {}
@@ -570,8 +578,9 @@ with muster.Job("run", tensorboard=False) as job:
         pool.kept = pool.kept[-2:]
         pool.kept.append(x.clone()), memory.kept.append((1, x.clone()))
         if "TRACKED" not in os.environ:
-            centre.of.mul_(0.9).add_(x.mean(0)), queue.update(last=np.ones(3) + job.steps_done)
+            centre.of.mul_(0.9).add_(x.mean(0)), centre.update(x.mean(0)), queue.update(last=np.ones(3) + job.steps_done)
         centre.batch = {"x": x.clone()}
+        centre.show(x[0])
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (1 + job.steps_done)
         moments = optimizer.state[model.weight]
@@ -583,13 +592,14 @@ with muster.Job("run", tensorboard=False) as job:
 
 @pytest.mark.parametrize("tracked", [{}, {"TRACKED": "1"}], ids=["untracked", "tracked"])
 def test_what_a_loop_keeps_in_containers_is_noted_unless_it_is_tracked(place, tracked):
-    """A replay buffer, a memory of tuples, a centre, a queue of arrays. Numbers for a chart, what a step makes anew, and a group of
+    """A replay buffer, a memory of tuples, averages, a queue of arrays. Numbers for a chart, what a step makes anew, and a group of
     the optimizer, are not."""
     folder = place("pools")
     (folder / "pools.py").write_text(POOLS)
     told = notes(run(folder, script="pools", to="", **tracked))
     names = [text.partition(" is changed by the loop and is not tracked")[0] for text in told]
-    assert sorted(names) == ([] if tracked else ["centre.of", "memory.kept", "pool.kept", "queue"]), told
+    averages = ["centre.count", "centre.mean", "centre.of", "centre.shadow"]
+    assert sorted(names) == ([] if tracked else [*averages, "memory.kept", "pool.kept", "queue"]), told
 
 
 COUNTER = """
@@ -1048,6 +1058,25 @@ muster.Job("run", log_every=1, tensorboard=False).run(main)
 """
 
 
+@pytest.mark.parametrize("tracked", ["", ", scaler=scaler", ", scaler=native"])
+def test_a_gradient_scaler_is_refused_unless_it_is_tracked(place, tracked):
+    """By itself, or in an object that holds it."""
+    body = (
+        "class Native:\n"
+        "        def __init__(self): self.inner = torch.amp.GradScaler('cpu')\n"
+        "        def state_dict(self): return self.inner.state_dict()\n"
+        "        def load_state_dict(self, state): self.inner.load_state_dict(state)\n"
+        "    native = Native(); scaler = native.inner\n"
+        f"    {LOOP.replace('model=model', f'model=model{tracked}')}scaler.scale(model(x).mean()).backward()\n"
+        "        scaler.step(optimizer), scaler.update(), optimizer.zero_grad(), job.step()\n"
+        "    print(job.steps_per_epoch)"
+    )
+    done = wrong(place("scaler"), body)
+    said = "GradScaler, the gradient scaler of Adam, is not tracked: a resume, or the death of a rank, would begin its scale anew"
+    assert (said in done.out, done.code) == ((False, 0) if tracked else (True, 2)), done.out
+    assert ("is not tracked" in done.out) == (not tracked) and ("\n5\n" in done.out) == bool(tracked), done.out
+
+
 @pytest.mark.nightly
 def test_what_a_resume_would_lose_is_noted_or_refused(place):
     wrapped = place("wrapped")
@@ -1311,7 +1340,11 @@ WEIGHTED = "job.track(model=model); job.batches(data, batch_size=8, epochs=1, we
         (OWN_STATE.format("[numpy.array([{}])]"), "own[0] is of type numpy.ndarray of object, which torch.load"),
         (OWN_STATE.format("[collections.defaultdict(int)]"), "own[0] is of type collections.defaultdict, which"),
         (OWN_STATE.format("{'p': collections.namedtuple('P', 'x')(1)}"), "own['p'] is of type __main__.P, which"),
-        (OWN_STATE.format("{numpy.int64(3): 1}"), "the key of own[np.int64(3)] is of type numpy.int64, which"),
+        (OWN_STATE.format("{numpy.str_('x'): 1}"), "the key of own[np.str_('x')] is of type numpy.str_, which"),
+        (
+            "import numpy; type(model).get_extra_state = lambda self: {'n': numpy.ones(1)}; job.track(model=model)",
+            "model/_extra_state['n'] is of type numpy.ndarray of float64, which torch.load",
+        ),
         ("muster.Job('other').__enter__()", "run is open in this process"),
         (f"{LOOP}pass", "no step() came for batch 0"),
         (f"{LOOP}job.step(); job.step()", "without a new batch"),
@@ -1378,9 +1411,12 @@ def test_misuse_is_one_line(place, body, says):
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_containers_of_a_state_come_back_as_they_were(place, ranks):
     """Each rank has its own."""
-    state = "{'c': C(a=rank), 'o': O(b=(1, [2])), 's': {3 + rank}, 'b': bytearray([rank]), 'size': torch.ones(5, 6).shape, 'z': 1j}"
+    state = (
+        "{'c': C(a=rank), 'o': O(b=(1, [2])), 's': {3 + rank}, 'b': bytearray([rank]), 'size': torch.ones(5, 6).shape, 'z': 1j, "
+        "'n': {i64(7): {i64(8)}}}"
+    )
     body = (
-        "from collections import Counter as C, OrderedDict as O; import types\n"
+        "from collections import Counter as C, OrderedDict as O; from numpy import int64 as i64; import types\n"
         f"    own = types.SimpleNamespace(state_dict=lambda: {state}, load_state_dict=lambda given: print('given %s %s' % (given == {state}, given)))\n"
         f"    {LOOP.replace('model=model', 'model=model, own=own')}job.step(); job.save(); raise SystemExit(75)"
     )
@@ -1390,7 +1426,7 @@ def test_containers_of_a_state_come_back_as_they_were(place, ranks):
     for rank in range(ranks or 1):
         given = (
             f"given True {{'c': Counter({{'a': {rank}}}), 'o': OrderedDict([('b', (1, [2]))]), 's': {{{3 + rank}}}, "
-            f"'b': {bytearray([rank])}, 'size': torch.Size([5, 6]), 'z': 1j}}"
+            f"'b': {bytearray([rank])}, 'size': torch.Size([5, 6]), 'z': 1j, 'n': {{np.int64(7): {{np.int64(8)}}}}}}"
         )
         assert given in again, again
 
@@ -2118,6 +2154,7 @@ class Since:
         return 0.9 ** step
 
 VALUE = os.environ.get("VALUE")
+KINDS = {"float": float, "tensor": torch.tensor, "float32": __import__("numpy").float32}
 SCHEDULES = {
     "none": lambda optimizer: None,
     "sequential": lambda optimizer: by.SequentialLR(optimizer, [
@@ -2140,7 +2177,7 @@ def main(job):
     weight, bias = ({"params": [each]} for each in model.parameters())
     bias["scale"] = float(os.environ.get("SCALE", 1))  # of the loop's own
     decay = float(os.environ.get("DECAY", 0))
-    optimizer = kind([weight, bias], lr=torch.tensor(lr) if "TENSOR" in os.environ else lr, weight_decay=decay)
+    optimizer = kind([weight, bias], lr=KINDS[os.environ.get("TYPE", "float")](lr), weight_decay=decay)
     schedule = SCHEDULES[os.environ.get("SCHEDULE", "none")](optimizer)
     job.track(model=model, optimizer=optimizer, **({"schedule": schedule} if schedule else {}))
     if "AFTER" in os.environ:
@@ -2229,7 +2266,9 @@ def test_a_rate_built_otherwise_is_refused_and_at_another_world_size_noted(built
     [said] = built(2, EPOCHS="3", LR="0.4").said
     assert "set another one after track(), in every attempt" in said, said
     assert [line["lr"] for line in built(0, EPOCHS="3", AFTER="0.4").lines("train")][10:] == [0.4] * 5
-    assert not built(0, EPOCHS="4", TENSOR="1").events("note"), "a tensor of the same rate"
+    assert not built(0, EPOCHS="4", TYPE="tensor").events("note"), "a tensor of the same rate"
+    [said] = built(2, EPOCHS="5", LR="0.4", TYPE="float32").said
+    assert "optimizer.lr=0.1, and this is optimizer.lr=0.4" in said.replace("0.4000000059604645", "0.4"), said
     # A rate that follows from the number of ranks does not end an elastic run; the checkpoint's is loaded, and remembered.
     [note] = built(0, EPOCHS="5", SCALED="1", ranks=3).events("note")
     assert "optimizer.lr=0.1, and this is optimizer.lr=0.3" in note["text"], note

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from muster.checkpoint.optimizer_state import empty_states, flat_state, keep_types, nested_state
-from muster.checkpoint.plain_values import is_plain, not_plain
+from muster.checkpoint.optimizer_state import empty_states, flat_state, load_nested, nested_state
+from muster.checkpoint.plain_values import dumps_plain
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import ConfigError
 
@@ -30,8 +30,8 @@ def of_model(weights: Mapping[str, Any]) -> dict[str, Any]:
 def check_plain(weights: Mapping[str, Any]) -> None:
     """Raise ConfigError for extra state of a module that cannot be loaded with `weights_only=True`."""
     for name, value in weights.items():
-        if not (isinstance(value, Tensor) or callable(value) or is_plain(value)):
-            raise not_plain(value, f"{name.removesuffix('_extra_state')}get_extra_state()")
+        if not (isinstance(value, Tensor) or callable(value)):
+            dumps_plain(value, f"{name.removesuffix('_extra_state')}get_extra_state()", for_torch=True)
 
 
 def refuse_extra_state(model: nn.Module, strategy: str) -> None:
@@ -115,9 +115,7 @@ def load(
         model.load_state_dict({name[6:]: value for name, value in state.items() if name.startswith("model/")})
         kept = _kept(state[GROUPS], everywhere or groups_of(optimizer, model), decides)
         groups = [{**before, **saved} for before, saved in zip(options, kept, strict=True)]
-        nested = _nested(state, model, optimizer, groups)
-        optimizer.load_state_dict(nested)
-        keep_types(optimizer, nested["state"])
+        load_nested(optimizer, _nested(state, model, optimizer, groups))
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"the checkpoint does not fit this model and optimizer: {error}") from error
     for group, before in zip(optimizer.param_groups, options, strict=True):

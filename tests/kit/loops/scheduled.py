@@ -22,13 +22,14 @@ class Last:
     rate = 0.0
 
     def __init__(self):
-        self.total, self.seen = np.int16(0), np.zeros((2, 2), dtype=np.int16)
+        self.total, self.seen = np.int16(0), np.zeros((2, 2), dtype=np.int16, order="F")
 
     def state_dict(self):
         return vars(self)
 
     def load_state_dict(self, state):
         vars(self).update(state)
+        assert self.seen.flags.f_contiguous  # another order of summands would be another sum
 
     def add(self):
         """Return a small number that depends on all before, and on how these overflow."""
@@ -37,11 +38,22 @@ class Last:
         return self.seen.sum(dtype=np.int16) / np.float32(1e6)
 
 
+class Counting(torch.optim.AdamW):
+    """Has an array and a text in its state: torch loads neither."""
+
+    def step(self):
+        super().step()
+        for state in self.state.values():
+            state["seen"], state["kind"] = state.get("seen", np.zeros(2, dtype=np.int16)) + 1, "counted"
+
+
 def main(job):
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = Counting(model.parameters(), lr=0.1)
     own = {"last": Last()} if "OTHER" in os.environ else {}
     job.track(model=model, optimizer=optimizer, **own)
+    for state in optimizer.state.values():
+        assert [*state["seen"]] == [job.steps_done] * 2 and state["kind"] == "counted"
     rates = np.linspace(0.1, 0.01, 16).astype(os.environ.get("KIND", "float64"))
     for x in job.batches(INPUTS, batch_size=8, epochs=2):
         for group in optimizer.param_groups:
