@@ -74,8 +74,8 @@ def empty_state(key: str, facts: SavedTensor, parameter: Tensor) -> Tensor:
 def load_nested(optimizer: Optimizer, nested: Mapping[str, Any]) -> None:
     """Load a state dict with its dtypes: torch casts the state of a parameter to the dtype of that.
 
-    Entries under a text belong to no parameter, and are never cast. Values of other kinds are set afterwards, as torch gives
-    to the type of each iterable a generator of its items, from which a text or an array of NumPy's is not made.
+    Entries under a text belong to no parameter, and are never cast. Lists, dicts, arrays and texts are set afterwards: torch casts
+    the tensors within them, too, and gives to the type of each iterable a generator of its items, from which no text is made.
     """
     apart = {
         index: {name: value for name, value in values.items() if _is_other(value)}
@@ -98,6 +98,4 @@ def load_nested(optimizer: Optimizer, nested: Mapping[str, Any]) -> None:
 
 
 def _is_other(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple | set):
-        return any(map(_is_other, value.values() if isinstance(value, dict) else value))
     return isinstance(value, Iterable) and not isinstance(value, Tensor)

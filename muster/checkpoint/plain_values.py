@@ -69,7 +69,7 @@ def _itself(value: Any) -> Any:
 def _plain(value: Any, convert: Callable[[Any], Any]) -> bytes | None:
     try:
         data = _written(convert(value))
-        _read(data)
+        _read(data) if convert is _itself else loads(data)
     except MemoryError:
         raise
     except Exception:

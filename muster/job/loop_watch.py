@@ -14,7 +14,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -30,7 +30,7 @@ from muster.job.own_draws import OwnDraws
 from muster.job.own_numbers import OwnNumbers
 from muster.job.own_tensors import OwnTensors, memory_of
 from muster.job.summed_loss import BACKWARD
-from muster.job.tracked_state import Tracked
+from muster.job.tracked_state import Tracked, saves_more
 from muster.job.trainee import REPLICATED, Reached
 from muster.world.group import World
 
@@ -282,9 +282,7 @@ class LoopWatch:
         """
         if owner is None:
             return False
-        kind = type(owner)
-        saves_more = issubclass(kind, nn.Module) and kind.get_extra_state is not nn.Module.get_extra_state
-        return saves_more or self._tracked.holds(owner)
+        return saves_more(owner) or self._tracked.holds(owner)
 
     def _see_modes(self, optimizer: Optimizer) -> None:
         """Note, at an optimizer's step, a model that is trained in evaluation mode, and was in training mode before."""

@@ -99,7 +99,7 @@ def _is_number(name: object, value: object) -> bool:
 
 def _counts(kind: type, attribute: str) -> bool:
     """Return whether the methods of a class of the script's own count in an attribute, as by `self.n += 1`, and from a constant alone."""
-    values = assigned_in(kind, attribute)
+    values = assigned_in(kind).get(f"self.{attribute}", [])
     counts = [value for value in values if reads_itself(value, attribute)]
     return bool(counts) and all(isinstance(each, ast.Constant) for each in values if each not in counts)
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 import textwrap
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
@@ -83,29 +84,33 @@ def is_a(value: object, *kinds: type) -> bool:
     return issubclass(type(value), kinds)
 
 
-def assigned_in(kind: type, attribute: str) -> list[ast.expr | None]:
-    """Return what the methods of a class of the script's own assign to `self.attribute`; None for what `+=` and the like do."""
-    found = list[ast.expr | None]()
+@functools.lru_cache(maxsize=MOST)
+def assigned_in(kind: type) -> dict[str, list[ast.expr | None]]:
+    """Return what the methods of a class of the script's own assign, by target, as `self.n`; None for what `+=` and the like do."""
+    found = defaultdict[str, list[ast.expr | None]](list)
     for each in filter(lambda each: is_of_user(each.__module__), kind.__mro__):
         with contextlib.suppress(OSError, TypeError, SyntaxError):  # without its text
-            found += _assigned(ast.parse(textwrap.dedent(inspect.getsource(each))), attribute)
-    return found
+            for target, value in _assigned(ast.parse(textwrap.dedent(inspect.getsource(each)))):
+                found[ast.unparse(target)].append(value)
+    return dict(found)
 
 
 def reads_itself(value: ast.expr | None, attribute: str) -> bool:
     """Return whether what is assigned to `self.attribute` depends on what it was."""
-    return value is None or f"self.{attribute}" in ast.unparse(value)
+    return value is None or any(
+        isinstance(part, ast.Attribute) and part.attr == attribute and ast.unparse(part.value) == "self"
+        for part in ast.walk(value)
+    )
 
 
-def _assigned(tree: ast.AST, attribute: str) -> Iterator[ast.expr | None]:
-    """Yield what is assigned to `self.attribute`; None for what `+=` and the like do."""
+def _assigned(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             continue
         value = None if isinstance(node, ast.AugAssign) else node.value
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            pairs = [(target, value)]
             if isinstance(target, ast.Tuple):
                 values = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
-                pairs = [*zip(target.elts, values, strict=False)]
-            yield from (given for each, given in pairs if ast.unparse(each) == f"self.{attribute}")
+                yield from zip(target.elts, values, strict=False)
+            else:
+                yield target, value

@@ -127,14 +127,19 @@ def _looks_in_owner(owner: Any, name: str, value: Any) -> list[Callable[[], bool
     """Return what tells whether an attribute has been changed in place, if it is an array, or was made of itself, as an average is."""
     if owner is None or not (is_a(value, dict) or _keeps(value)):
         return []
-    looks: list[Callable[[], bool]] = [partial(_is_remade, owner, name, id(value))]
-    return [*looks, partial(_is_other_array, ref(value), _ends(value))] if is_a(value, np.ndarray) else looks
+    kind: Any = type(owner)
+    assigned, looks = assigned_in(kind), list[Callable[[], bool]]()
+    if any(reads_itself(each, name) for each in assigned.get(f"self.{name}", ())):
+        looks.append(partial(_is_remade, owner, name, id(value)))
+    is_refilled = f"self.{name}[:]" in assigned or f"self.{name}[...]" in assigned  # in each step, say
+    if is_a(value, np.ndarray) and not is_refilled:
+        looks.append(partial(_is_other_array, ref(value), _ends(value)))
+    return looks
 
 
 def _is_remade(owner: Any, name: str, before: int) -> bool:
     now = held_by(owner).get(name)
-    is_other = now is not None and id(now) != before
-    return is_other and any(reads_itself(each, name) for each in assigned_in(type(owner), name))
+    return now is not None and id(now) != before
 
 
 def _is_other_array(array: ref[Any], before: bytes) -> bool:

@@ -180,13 +180,8 @@ def _contents(value: Any) -> Iterator[Any]:
         yield f"{kind} {value.dtype} {[*value.shape]} {digest_of([value])}".encode()
     elif isinstance(value, np.ndarray):
         yield f"{kind} {value.dtype} {value.shape} ".encode()
-        yield (
-            repr(value).encode()
-            if value.dtype.hasobject
-            else np.ascontiguousarray(value).data.cast("B")
-            if value.size
-            else b""
-        )
+        is_number = value.dtype.kind in "biufc"  # a checkpoint holds no others
+        yield np.ascontiguousarray(value).reshape(-1).view(np.uint8) if is_number else repr(value).encode()
     elif isinstance(value, dict | list | tuple):
         parts = [part for item in value.items() for part in item] if isinstance(value, dict) else value
         yield f"{kind} {len(parts)} ".encode()

@@ -203,7 +203,8 @@ class Tracked:
                 saved.append(part)
             return False
 
-        for each in self.others.values():
+        extra = (part for module in self.modules.values() for part in module.modules() if saves_more(part))
+        for each in (*self.others.values(), *([*vars(part).values()] for part in extra)):
             _holds(each, note)
         for schedule in saved:  # which grows
             saved += getattr(schedule, "_schedulers", [])  # of ChainedScheduler and SequentialLR
@@ -499,6 +500,12 @@ def _is_of(beside: Any, optimizer: Optimizer) -> bool:
     return getattr(beside, "optimizer", None) is optimizer or id(optimizer) in scaled
 
 
+def saves_more(module: object) -> bool:
+    """Return whether an object is a module that saves more than its parameters and buffers."""
+    kind = type(module)
+    return issubclass(kind, nn.Module) and kind.get_extra_state is not nn.Module.get_extra_state
+
+
 def _built(buffer: Tensor) -> Built:
     return Built(place(buffer), digest_of([buffer]))
 
@@ -565,7 +572,9 @@ def _check_plain(name: str, state: Any, *, for_torch: bool = False) -> None:
     """Raise ConfigError for a state that no checkpoint holds, or that torch.load does not read by itself."""
     if any(in_pieces(leaf) for leaf in pytree.tree_leaves(state)):
         raise ConfigError(f"{name} holds DTensors outside of a module and an optimizer: track those")
-    dumps_plain(state, name, for_torch=for_torch)
+    dumps_plain(
+        host_copy(state), name, for_torch=for_torch
+    )  # of two views of one memory each has its own, as in a checkpoint
 
 
 def _shape(value: Any) -> list[int] | None:

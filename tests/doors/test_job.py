@@ -553,13 +553,16 @@ class Centre:
     def __init__(self):
         self.of = torch.zeros(4)
         self.shadow, self.mean, self.count = {"w": torch.zeros(4)}, torch.zeros(4), np.zeros(4)
-        self.last, self.shown = torch.zeros(4), {"x": torch.zeros(4)}
+        self.last, self.shown, self.work = torch.zeros(4), {"x": torch.zeros(4)}, np.zeros(4)
+    def last_of(self, x):
+        return x.clone()
     def update(self, x):
         self.shadow = {key: 0.9 * value + 0.1 * x for key, value in self.shadow.items()}
         self.mean = 0.9 * self.mean + x
         self.count += 1
     def show(self, x):
-        self.last, self.shown = x.clone(), {"x": x.clone()}
+        self.last, self.shown = self.last_of(x), {"x": x.clone()}
+        self.work[:] = x.numpy() + self.count
 class Cached(torch.utils.data.Dataset):
     def __init__(self):
         self.seen = {}

@@ -156,7 +156,8 @@ def _same(one: Any, other: Any) -> bool:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and bool((one == other.to(one.device)).all())
-    return type(one) is type(other) and bool(np.all(one == other))
+    is_same = np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
+    return type(one) is type(other) and bool(is_same)
 
 
 def _nested(

@@ -39,12 +39,13 @@ class Last:
 
 
 class Counting(torch.optim.AdamW):
-    """Has an array and a text in its state: torch loads neither."""
+    """Has an array and a text in its state, which torch does not load, and a list of tensors, which it would cast."""
 
     def step(self):
         super().step()
         for state in self.state.values():
             state["seen"], state["kind"] = state.get("seen", np.zeros(2, dtype=np.int16)) + 1, "counted"
+            state["sums"] = [state.get("sums", [torch.zeros((), dtype=torch.float64)])[0] + 0.1]
 
 
 def main(job):
@@ -54,6 +55,7 @@ def main(job):
     job.track(model=model, optimizer=optimizer, **own)
     for state in optimizer.state.values():
         assert [*state["seen"]] == [job.steps_done] * 2 and state["kind"] == "counted"
+        assert state["sums"][0].dtype == torch.float64 and abs(state["sums"][0] - 0.1 * job.steps_done) < 1e-9
     rates = np.linspace(0.1, 0.01, 16).astype(os.environ.get("KIND", "float64"))
     for x in job.batches(INPUTS, batch_size=8, epochs=2):
         for group in optimizer.param_groups:
