@@ -8,10 +8,14 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from types import FrameType
+from typing import Any
+
+from torch import nn
 
 from muster.job.carried_state import assigned, loop_of, own_frames
-from muster.job.own_objects import assigned_in, harmless, held_by, is_a, reads_itself, variables_of
+from muster.job.own_objects import MOST, assigned_in, attributes_of, harmless, held_by, is_a, reads_itself, variables_of
 
 TIMED = ("time", "elapsed", "second", "duration", "clock")
 """What names of numbers have in them that follow a clock."""
@@ -26,11 +30,14 @@ class OwnNumbers:
 
     def __init__(self) -> None:
         self.is_broken, self._before, self._compared = False, dict[str, float](), set[str]()
+        self._modules = set[int]()
+        """The ids of the modules that there were at first: one may get a number later, and seldom one that each step sets anew."""
 
     @harmless
     def begin(self, frame: FrameType | None, apart: Callable[[], Collection[int]]) -> None:
         """Look at them before the first step. frame: of a call from the loop. apart: ids of objects that are saved, or set, by others."""
         self._before = {name: number for name, number, _ in _numbers(frame, apart())}
+        self._modules = {id(owner) for _, owner in _owners(frame, apart()) if is_a(owner, nn.Module)}
 
     def _is_counter(self, name: str, before: float, now: float, owner: object, frame: FrameType | None) -> bool:
         """Return whether a number that is one of the job's own counts by now is counted by its object itself; once for each."""
@@ -53,8 +60,6 @@ class OwnNumbers:
 
         known: the job's own counts, from which a number may follow. is_saved: whether a tracked object may save an object's numbers.
         """
-        if not self._before:
-            return []
         now = {name: (number, owner) for name, number, owner in _numbers(frame, apart())}
         found = [
             name
@@ -69,6 +74,9 @@ class OwnNumbers:
             loops = [loop[0] for each in own_frames(frame) if (loop := loop_of(each))]
             of_loops = {name for loop in loops for name in assigned([loop])}  # which `carried` looks at
             found = [name for name in found if name not in of_loops | saved]
+            self._modules -= {id(owner) for name, (_, owner) in now.items() if name.partition(".")[0] in owners}
+        new = {name: number for name, (number, owner) in now.items() if id(owner) in self._modules}
+        self._before = {**new, **self._before}
         return found
 
 
@@ -80,16 +88,31 @@ def _has_changed(before: float, now: float, known: Collection[int]) -> bool:
 
 def _numbers(frame: FrameType | None, apart: Collection[int]) -> Iterator[tuple[str, float, object]]:
     """Yield the name of each number, the number, and the object that has it; None for a variable."""
-    seen = {*apart}
     for each in own_frames(frame):
         shared = {*each.f_globals, *each.f_code.co_cellvars, *each.f_code.co_freevars}
+        variables = variables_of(each).items()
+        yield from ((name, value, None) for name, value in variables if _is_number(name, value) and name in shared)
+    for name, owner in _owners(frame, apart):
+        items = held_by(owner) or (_added(owner) if is_a(owner, nn.Module) else {})
+        yield from ((f"{name}.{key}", number, owner) for key, number in items.items() if _is_number(key, number))
+
+
+def _owners(frame: FrameType | None, apart: Collection[int]) -> Iterator[tuple[str, object]]:
+    """Yield the values of the variables around a loop, and the parts of modules, each once."""
+    seen = {*apart}
+    for each in own_frames(frame):
         for name, value in variables_of(each).items():
-            if _is_number(name, value) and name in shared:
-                yield name, value, None
-            elif id(value) not in seen:
-                seen.add(id(value))
-                items = [*held_by(value).items()]
-                yield from ((f"{name}.{key}", number, value) for key, number in items if _is_number(key, number))
+            parts = value.named_modules() if is_a(value, nn.Module) else [("", value)]
+            for path, part in islice(parts, MOST):
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    yield f"{name}.{path}".rstrip("."), part
+
+
+def _added(module: object) -> dict[str, Any]:
+    """Return the attributes of a module of torch's that a script may have set; options such as a dropout's `p` follow from a step mostly."""
+    options = getattr(type(module), "__constants__", ())
+    return {name: each for name, each in attributes_of(module).items() if name[:1] != "_" and name not in options}
 
 
 def _is_number(name: object, value: object) -> bool:

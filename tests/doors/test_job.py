@@ -506,6 +506,8 @@ def main(job):
         if os.environ.get("AVERAGES") in ("both", str(job.rank)):
             for each, other in zip(average.parameters(), net.parameters()):
                 each.data.mul_(0.9).add_(other.data, alpha=0.1)
+        if "AVERAGES" not in os.environ:
+            net.mean = 0.9 * getattr(net, "mean", 0) + loss.item()
         if job.ends_epoch:
             for each in (stopping, kept):
                 each(loss.item(), job.steps_done)
@@ -522,7 +524,8 @@ def test_what_the_script_s_own_objects_remember_is_noted_or_refused(place):
     for each in (folder, bare):
         (each / "remembers.py").write_text(REMEMBERS)
     done = run(folder, script="remembers", to="")
-    told, mode = [line["text"] for line in done.events("note")]
+    mean, told, mode = [line["text"] for line in done.events("note")]
+    assert mean.startswith("net.mean is changed by the loop and in no checkpoint"), mean
     assert {*told.partition(" are changed by the loop")[0].split(", ")} == {"best", "state.best", "stopping.lowest"}, (
         told
     )
