@@ -37,7 +37,7 @@ from muster.errors import MusterError, RankLost, say, traceback_of
 from muster.faults.heartbeat_summary import Echo, Eye, Survey
 from muster.faults.phase import Phase, Phases, Stillness, code_position, cuda_is_busy, main_thread_sleeps
 from muster.faults.rank_at_fault import fault, left_out, silence
-from muster.process import Watchdog
+from muster.process import Watchdog, is_supervised
 from muster.world.environment import Environment, store_is_agents
 
 if TYPE_CHECKING:
@@ -200,11 +200,17 @@ class Heartbeat:
 
     def _store_lost(self, cause: str) -> RankLost:
         address = os.environ.get("MASTER_ADDR", "this host")
-        if not store_is_agents() and not self.world.is_first:  # the store is in rank 0's process
-            host = self.eye.first_host or address
-            return RankLost(f"rank 0 on {host} sends no heartbeat{cause}", rank=0, host=host)
-        me = f"rank {self.world.rank} on {socket.gethostname()}"
-        return RankLost(f"the rendezvous store at {address} does not answer {me}{cause}")
+        if store_is_agents() or self.world.is_first:
+            me = f"rank {self.world.rank} on {socket.gethostname()}"
+            return RankLost(f"the rendezvous store at {address} does not answer {me}{cause}")
+        host = self.eye.first_host or address
+        # the store is in rank 0's process, or else in a child of its supervisor
+        lost = (
+            f"rank 0's rendezvous store on {host} does not answer"
+            if is_supervised()
+            else f"rank 0 on {host} sends no heartbeat"
+        )
+        return RankLost(f"{lost}{cause}", rank=0, host=host)
 
     def _look(self) -> None:
         if not self._watching.is_set():

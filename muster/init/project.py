@@ -321,7 +321,7 @@ def readme(given: Project, substrates: Sequence[str]) -> str:
         name=given.name,
         after=after,
         job=script.name if script else given.example,
-        local=shlex.join(script.words) if script else f"-m muster {words}",
+        local=shlex.join(script.for_torchrun) if script else f"-m muster {words}",
         again="run one again to resume" if given.example or not script else BEGINS_ANEW,
         rows=rows,
         images=images_of(given, substrates) if has_image(substrates) else "",

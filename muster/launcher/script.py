@@ -34,6 +34,12 @@ class Script:
     def given(self) -> list[str]:
         return [MARK, *self.words]
 
+    @property
+    def for_torchrun(self) -> list[str]:
+        """The words, behind a `--`: torchrun would take an argument that begins as an option of its own does, as `--log`, for that."""
+        at = int(self.is_module)
+        return [*self.words[:at], MARK, *self.words[at:]]
+
     def check(self) -> None:
         """Look for the script, without importing it. Raises ConfigError."""
         if self.is_module:

@@ -166,7 +166,7 @@ def command(
         *spec.rendezvous.flags(),
         f"--local-addr={spec.local_addr}",
         *([f"--numa-binding={spec.numa_binding}"] if spec.numa_binding else ()),
-        *(script.words if script else ("-m", module or entry(), *overrides)),
+        *(script.for_torchrun if script else ("-m", module or entry(), *overrides)),
     ]
 
 

@@ -50,13 +50,14 @@ def reach(folder, step, process):
 def test_a_script_runs_unchanged_with_its_arguments_untouched(tmp_path, words):
     mine.write(tmp_path)
     mine.write(tmp_path, name="mine/training.py")
-    hostile = ["a b", "it's", '"q"', "x=1", "--", "optimizer.lr=$HOME", "", "*"]
+    hostile = ["a b", "it's", '"q"', "x=1", "--", "--run", "optimizer.lr=$HOME", "", "*"]
     code, out = launch(tmp_path, *words, f"--out={tmp_path}", "--steps=3", *hostile, OMP_NUM_THREADS="2")
     assert code == 0, out
     said = [line for line in out.splitlines() if " start 0 " in line]
     assert sorted(line[:4] for line in said) == ["[0] ", "[1] "], out
     assert all(
-        '"a b", "it\'s", "\\"q\\"", "x=1", "--", "optimizer.lr=$HOME", "", "*"] threads 2' in line for line in said
+        '"a b", "it\'s", "\\"q\\"", "x=1", "--", "--run", "optimizer.lr=$HOME", "", "*"] threads 2' in line
+        for line in said
     ), out
     assert out.count("] [] are imported") == 2, "neither the trainer nor the kit is imported by a rank"
     assert mine.steps(tmp_path) == [0, 1, 2]

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kit.until import until
 from muster import process
 from muster.recovery import survival
 
@@ -53,6 +54,16 @@ def fault(point: str, step: int, *, ready: Callable[[], object] = lambda: None) 
             if plan.endswith(":supervisor") and process.is_supervised():
                 os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def saved(step: int, every: int) -> Callable[[], object]:
+    """Return a `ready` that waits for the checkpoint before `step`: a run of milliseconds a step is faster than a busy disk."""
+    last = (step - 1) // every * every
+
+    def is_there() -> bool:
+        return last <= 0 or any(int(each.name[5:]) >= last for each in Path("run/checkpoints").glob("step-*"))
+
+    return lambda: until(is_there, f"checkpoint of step {last}", timeout_s=60)
 
 
 # Of a machine that is busy with other tests. With a supervisor's death the others must not wait for a replacement for as long as

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm.auto import tqdm
 
 import muster
-from kit.faults import fault
+from kit.faults import fault, saved
 
 
 class Bar(tqdm):
@@ -50,7 +50,7 @@ def main(job):
         if job.steps_done == 2:
             job.log(own=job.rank)
         job.log(last=job.steps_done)
-        fault("evaluated", job.steps_done)
+        fault("evaluated", job.steps_done, ready=saved(job.steps_done, 2))
     print(f"statistics of rank {job.rank}: {net[0].running_mean.tolist()}", flush=True)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import sys
 import time
-from pathlib import Path
 from urllib.request import urlopen
 
 import torch
@@ -14,8 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
-from kit.faults import fault
-from kit.until import until
+from kit.faults import fault, saved
 
 RANK = int(os.environ.get("RANK", "0"))
 EVERY = int(os.environ.get("EVERY", "7"))
@@ -26,18 +24,9 @@ inner: the module within DDP is tracked; counted: a buffer counts after the upda
 constant: the only buffer never changes."""
 
 
-def is_saved(step):
-    """The checkpoint before a death is there: a run of milliseconds a step is faster than a busy disk."""
-    return step <= 0 or any(int(each.name[5:]) >= step for each in Path("run/checkpoints").glob("step-*"))
-
-
 def at(point, step):
     """Be killed here, if it is the place."""
-
-    def ready():
-        until(lambda: is_saved((step - 1) // 10 * 10), "checkpoint before the death", timeout_s=60)
-
-    fault(point, step, ready=ready)
+    fault(point, step, ready=saved(step, 10))
 
 
 class Numbered(torch.utils.data.Dataset):

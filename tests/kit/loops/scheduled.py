@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
-from kit.faults import fault
+from kit.faults import fault, saved
 
 INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 OTHERS = {"float64": np.float64(0.5), "datetime64": np.datetime64("2026-01-01"), "function": lambda: 0.5}
@@ -62,7 +62,7 @@ def main(job):
             group["lr"] = rates[job.steps_done]
         if own and job.steps_done >= 6:
             own["last"].rate = OTHERS[os.environ["OTHER"]]
-        fault("forward", job.steps_done)
+        fault("forward", job.steps_done, ready=saved(job.steps_done, 4))
         loss = model(x).pow(2).mean() * (1 + float(own["last"].add() if own else 0))
         loss.backward()
         optimizer.step()
