@@ -12,13 +12,22 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from muster.checkpoint.trained import SavedTensor
+from muster.errors import ConfigError
 
 STEP = "step"
 """Key of torch's count of steps of a parameter."""
 
 
 def flat_state(optimizer: Optimizer, names: Mapping[Any, str], prefix: str) -> dict[str, Any]:
-    """Return `prefix/PARAMETER/KEY` for the state of each parameter that has a name in `names`."""
+    """Return `prefix/PARAMETER/KEY` for the state of each parameter that has a name in `names`.
+
+    Raises ConfigError: a key is no text that can be told from a parameter's name.
+    """
+    for key in {key for parameter, values in optimizer.state.items() if parameter in names for key in values}:
+        if not isinstance(key, str) or "/" in key:
+            raise ConfigError(
+                f"{prefix} keeps {key!r} of each parameter, which no checkpoint can name: give a text without /"
+            )
     return {
         f"{prefix}/{names[parameter]}/{key}": value
         for parameter, values in optimizer.state.items()
@@ -75,8 +84,10 @@ def load_nested(optimizer: Optimizer, nested: Mapping[str, Any]) -> None:
     """Load a state dict with its dtypes: torch casts the state of a parameter to the dtype of that.
 
     Entries under a text belong to no parameter, and are never cast. Lists, dicts, arrays and texts are set afterwards: torch casts
-    the tensors within them, too, and gives to the type of each iterable a generator of its items, from which no text is made.
+    the tensors within them, too, and gives to the type of each iterable a generator of its items, from which no text is made. The groups
+    stay the same objects, which torch replaces: a loop may hold one.
     """
+    groups = [*optimizer.param_groups]
     apart = {
         index: {name: value for name, value in values.items() if _is_other(value)}
         for index, values in nested["state"].items()
@@ -87,6 +98,11 @@ def load_nested(optimizer: Optimizer, nested: Mapping[str, Any]) -> None:
         for index, values in nested["state"].items()
     }
     optimizer.load_state_dict({**nested, "state": kept})
+    for number, group in enumerate(groups):
+        loaded = {**optimizer.param_groups[number]}
+        group.clear()
+        group |= loaded
+        optimizer.param_groups[number] = group
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, others in apart.items():
         loaded = optimizer.state[parameters[index]]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster.errors import ConfigError
 
@@ -33,7 +33,9 @@ NUMBERS = {
 def host_copy(value: Any) -> Any:
     """Return a deep copy in host memory, so that training can continue while it is written. What no checkpoint holds stays as it is."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        copied = value.detach().to("cpu", copy=True)
+        needs = value.requires_grad and value.is_leaf
+        return nn.Parameter(copied, needs) if type(value) is nn.Parameter else copied.requires_grad_(needs)
     return value.copy(order="K") if type(value) is np.ndarray else _copy(value, host_copy)
 
 

@@ -158,12 +158,10 @@ class Consistency:
                 yield HOOK.format(name=name)
         if self._loaded_instead:
             yield self._loaded_instead
-        if (
-            saved
-            and (before := saved.manifest["world_size"]) != now
-            and (name := self._tracked.buffer_of_rank_0(saved.index()["tensors"]))
-        ):
-            yield BUFFERS.format(name=name, before=before, now=now)
+        if saved and (before := saved.manifest["world_size"]) != now:
+            index = saved.index()
+            if name := self._tracked.buffer_of_rank_0(index["tensors"]) or self._tracked.of_ranks(index["values"]):
+                yield BUFFERS.format(name=name, before=before, now=now)
         drawn, of_before = self._kept.drawn or {}, saved.manifest.get("drawn") if saved else None
         if isinstance(of_before, dict):  # a number, of torch alone, until 2026-11-29
             names = [f"{name}'s generator" for name in sorted(drawn) if of_before.get(name, drawn[name]) != drawn[name]]

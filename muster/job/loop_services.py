@@ -373,6 +373,8 @@ class LoopServices:
         self.consistency.refuse_apart()
         self.consistency.refuse_rates()
         self.running.save(self.trainee.state, self.position())
+        if name := self.tracked.first_apart:
+            self.trainee.refuse(f"{name} differs between ranks, so no rank has that of another")
         self._saved_at = self.reached.step
 
     def await_saved(self, checkpoint: str | None) -> None:

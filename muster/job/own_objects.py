@@ -11,9 +11,9 @@ import functools
 import inspect
 import textwrap
 from argparse import Namespace
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from types import FrameType, ModuleType, SimpleNamespace
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
 from muster.code_location import is_own
@@ -52,9 +52,9 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
 def held_by(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, class or module of the script's own, or the items of a dict."""
     if is_a(value, dict):
-        return value if len(value) <= MOST else {}
+        return dict(dict.items(value)) if dict.__len__(value) <= MOST else {}
     if is_a(value, list):  # as one that holds a counter
-        return {str(number): each for number, each in enumerate(value)} if len(value) <= FEW else {}
+        return {str(number): each for number, each in enumerate(contents(value))} if list.__len__(value) <= FEW else {}
     if is_a(value, ModuleType):
         is_plain = is_own_module(value)
     else:
@@ -66,17 +66,41 @@ def held_by(value: Any) -> dict[str, Any]:
     return found
 
 
+def contents(value: Any) -> list[Any]:
+    """Return the items of a list, tuple or deque, of one of many the first and last, or the values of a dict of few; no code of its own is run."""
+    if is_a(value, dict):
+        return [*dict.values(value)] if dict.__len__(value) <= MOST else []
+    kind: Any = next((each for each in (list, tuple, deque) if is_a(value, each)), None)
+    if kind is None:
+        return []
+    number = kind.__len__(value)
+    return [*kind.__iter__(value)] if number <= MOST else [kind.__getitem__(value, 0), kind.__getitem__(value, -1)]
+
+
+def found_by(look: Callable[..., Iterable[Any]], *given: Any) -> list[Any]:
+    """Return what a look at one object yields; nothing if it cannot be looked at: it hides no other."""
+    with contextlib.suppress(Exception):
+        return [*look(*given)]
+    return []
+
+
 def is_own_module(module: ModuleType) -> bool:
     return is_own(str(module.__dict__.get("__file__") or "<frozen"))
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes that an object holds itself, none of many; no code of its own is run."""
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return dict(found) if len(found) <= MOST else {}
+def attributes_of(value: Any, *, most: int = MOST) -> dict[str, Any]:
+    """Return the attributes that an object holds itself, none of more than `most`; no code of its own is run."""
+    found = dict[str, Any]()
+    with contextlib.suppress(AttributeError):
+        found |= object.__getattribute__(value, "__dict__")
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if is_a(slots, str) else slots:
+            slot: Any = vars(kind).get(name)
+            if is_a(slot, MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # not set
+                    found[name] = slot.__get__(value)
+    return found if len(found) <= most else {}
 
 
 def is_a(value: object, *kinds: type) -> bool:

@@ -119,7 +119,11 @@ def first_apart(named: Mapping[str, Tensor], world: World, *, tolerance: float =
     """
     if world.size == 1:
         return ""
-    own = {name: each.detach() for name, each in named.items() if not in_pieces(each) and each.is_floating_point()}
+    own = {
+        name: each.detach()
+        for name, each in named.items()
+        if not in_pieces(each) and (each.is_floating_point() or each.is_complex())
+    }
     sums = {name: [*each.shape, _bits(each)] for name, each in own.items()}
     if len({*world.gather(hashlib.sha256(repr(sums).encode()).hexdigest())}) == 1:
         return ""
@@ -130,7 +134,7 @@ def first_apart(named: Mapping[str, Tensor], world: World, *, tolerance: float =
         return lone[0] if lone else ""
     apart = {name for names in world.gather([each for each in sums if sums[each] != first[each]]) for name in names}
     for name in sorted(apart):
-        mine, of_first = own[name].cpu().double(), of_rank_0(own[name], world).double()
+        mine, of_first = (each.to(torch.complex128) for each in (own[name].cpu(), of_rank_0(own[name], world)))
         is_apart = bool(((mine - of_first).abs() > tolerance * of_first.abs().max()).any())
         if world.lowest(is_apart) is not None:
             return name if is_apart else ""
@@ -146,13 +150,20 @@ def of_rank_0(tensor: Tensor, world: World) -> Tensor:
 
 def _bits(tensor: Tensor) -> list[Any]:
     """Return the sum of a tensor's bits, in int64 words and remaining bytes, and some of its elements: a sum knows no order."""
-    flat = tensor.contiguous().flatten()
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous().flatten()
     if not flat.numel():
         return []
     octets = flat.view(torch.uint8)
     words = len(octets) // 8 * 8
     total = int(octets[:words].view(torch.int64).sum()) + int(octets[words:].sum())
     return [total, flat[:: max(1, flat.numel() // LOOKED_AT)][:LOOKED_AT].double().tolist()]
+
+
+def bits_of(tensor: Tensor) -> str:
+    """Return what tells a tensor's values from others, by one pass over them where they are; of a sparse one, a digest."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return digest_of([tensor])
+    return f"{[*tensor.shape]} {tensor.dtype} {_bits(tensor.detach())}"
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
@@ -177,7 +188,7 @@ def _contents(value: Any) -> Iterator[Any]:
     """Yield bytes that are the same for values that are read back alike, and for no others."""
     kind = type(value).__name__
     if isinstance(value, Tensor):
-        yield f"{kind} {value.dtype} {[*value.shape]} {digest_of([value])}".encode()
+        yield f"{kind} {value.dtype} {value.requires_grad} {[*value.shape]} {digest_of([value])}".encode()
     elif isinstance(value, np.ndarray):
         yield f"{kind} {value.dtype} {value.shape} ".encode()
         is_number = value.dtype.kind in "biufc"  # a checkpoint holds no others

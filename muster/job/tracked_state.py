@@ -34,7 +34,8 @@ from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.data.fingerprint import hash_of
 from muster.errors import ConfigError
 from muster.job.accumulation import Accumulation, packed
-from muster.job.replicas import digest_of, digest_of_value, kept_buffers, names_of_buffers, wrappers
+from muster.job.own_objects import attributes_of
+from muster.job.replicas import bits_of, digest_of_value, kept_buffers, names_of_buffers, wrappers
 from muster.world.dtensor import in_pieces, own_piece
 from muster.world.group import World
 
@@ -59,10 +60,10 @@ MOST_SEEN = 10_000
 
 @dataclass(frozen=True)
 class Built:
-    """A buffer as the script has built it: its place (see tensor_versions.py) and a digest of its values."""
+    """A buffer as the script has built it: its place (see tensor_versions.py) and a sum of its bits."""
 
     place: Place
-    digest: str
+    bits: str
 
 
 class Tracked:
@@ -100,6 +101,8 @@ class Tracked:
         self._saved_buffers = {*self._buffers()}
         self._built_buffers = {name: _built(buffer) for name, buffer in self._unsaved_buffers()}
         self._changed_buffers: set[str] = set()
+        self.first_apart = ""
+        """A value of a module or an optimizer that differed between ranks in the last `state`; empty if none did."""
         self._frozen_again: list[str] = []
 
     @property
@@ -119,10 +122,13 @@ class Tracked:
         self._used_lr = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
     def refuse_unsaved(self) -> None:
-        """Raise ConfigError for an option of an optimizer that no checkpoint could give back."""
+        """Raise ConfigError for an option of an optimizer, or a part of its state, that no checkpoint could give back."""
         for name, optimizer in self.optimizers.items():
             groups = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
             _check_plain(f"{name}.param_groups", groups)
+        for name, value in _values(self._of_optimizers()).items():
+            if not name.endswith(f"/{GROUPS}"):
+                _check_plain(name, value)
 
     def needs_two(self) -> str:
         """Return the name and kind of a layer that is trained on two samples or more, if these are of one value each; empty without one."""
@@ -221,14 +227,14 @@ class Tracked:
 
     def state(self) -> dict[str, Any]:
         """Return the flat state for a checkpoint. Collective."""
-        found = self._of_modules()
-        for names in self.world.gather(sorted(self._changed())):
+        found = self._of_modules() | self._of_optimizers()
+        for names in self.world.gather(sorted(self._changed(by_data=True))):
             self._changed_buffers.update(names)  # of any rank, so that all ranks save the same
         buffers = {name: found.pop(name) for name in self._buffers()} | self._changed()
         gradients = self.accumulation.gradients()
         pieces = {f"{GRADIENTS}/{name}": each for name, each in gradients.items() if in_pieces(each)}
-        others = self._of_others(gradients)
-        return found | self._of_optimizers() | pieces | kept_buffers(buffers, self.world) | others
+        values = {name: found.pop(name) for name in _values(found)}
+        return found | pieces | kept_buffers(buffers, self.world) | self._of_ranks(values, gradients)
 
     def replica(self) -> dict[str, Any]:
         """Return this rank's state of modules and optimizers, with its own buffers; no communication."""
@@ -294,13 +300,16 @@ class Tracked:
         """True if a module has a buffer that is not in pieces, saved or not."""
         return bool(self._saved_buffers or self._places())
 
-    def _changed(self) -> dict[str, Tensor]:
-        """Return the buffers that no module saves and that are not as they were built: the script alone gives the others."""
+    def _changed(self, *, by_data: bool = False) -> dict[str, Tensor]:
+        """Return the buffers that no module saves and that are not as they were built: the script alone gives the others.
+
+        by_data: look for those that were changed by `.data`, too, which takes a look at all values.
+        """
         unsaved = dict(self._unsaved_buffers())
         for name in unsaved.keys() - self._changed_buffers:
             before, buffer = self._built_buffers.get(name), unsaved[name]
-            is_same = before and before.place == place(buffer)
-            if before is None or (not is_same and digest_of([buffer]) != before.digest):
+            is_same = not by_data and before and before.place == place(buffer)
+            if before is None or (not is_same and bits_of(buffer) != before.bits):
                 if buffer.layout != torch.strided:
                     raise ConfigError(SPARSE.format(name=f"{name.removeprefix(UNSAVED)[1:]} has changed, and"))
                 self._changed_buffers.add(name)
@@ -354,7 +363,7 @@ class Tracked:
                 found = {**below(state, name), **below(own, name)}
                 module.load_state_dict({real.get(inner, inner): value for inner, value in found.items()})
             for name, optimizer in self.optimizers.items():
-                self._load_optimizer(name, optimizer, below(state, name))
+                self._load_optimizer(name, optimizer, {**below(state, name), **below(own, name)})
         except (RuntimeError, ValueError, KeyError) as error:
             raise ConfigError(f"the checkpoint does not fit what is tracked: {error}") from error
         for name, other in self.others.items():
@@ -453,23 +462,41 @@ class Tracked:
         for group in optimizer.param_groups:
             yield group, [self._names[parameter] for parameter in group["params"]]
 
-    def _of_others(self, gradients: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the state of the other objects, whole gradients, and the names of zeroed and frozen parameters. Collective.
+    def _of_ranks(self, values: Mapping[str, Any], gradients: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return values of modules and optimizers, the state of the other objects, whole gradients, and names of zeroed and frozen parameters. Collective.
 
-        What differs between ranks has their prefix; frozen names are then left out.
+        What differs between ranks has their prefix, but for rank 0's `values` if the others have such, too: what reads weights alone expects
+        these. Frozen names are then left out.
         """
-        values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
-        values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients.items() if not in_pieces(each)}
-        values[ZEROED], values[FROZEN] = self.accumulation.zeroed(gradients), self.frozen()
-        several = self.world.size > 1
-        digests = self.world.gather([digest_of_value(value) if several else "" for value in values.values()])
-        kept = {}
-        for number, (name, value) in enumerate(values.items()):
-            is_shared = len({theirs[number] for theirs in digests}) == 1
-            if name == FROZEN and not is_shared:
+        others: dict[str, Any] = {name: self.others[name].state_dict() for name in sorted(self.others)}
+        others[GRADIENTS] = {name: packed(each) for name, each in gradients.items() if not in_pieces(each)}
+        others[ZEROED], others[FROZEN] = self.accumulation.zeroed(gradients), self.frozen()
+        kept, whole = dict[str, Any](), {**values, **others}
+        apart = self._apart(whole)
+        self.first_apart = min(apart.keys() & values.keys(), default="")
+        for name in whole:
+            if name == FROZEN and name in apart:
                 continue
-            kept[name if is_shared else f"{own_prefix(self.world.rank)}{name}"] = value
+            is_plain = name not in apart or (name in values and self.world.is_first and apart[name])
+            kept[name if is_plain else f"{own_prefix(self.world.rank)}{name}"] = whole[name]
         return kept
+
+    def apart(self) -> str:
+        """Return a value of the optimizers, beside tensors, that differs between ranks; empty if none does. Collective."""
+        return min(self._apart(_values(self._of_optimizers())), default="")
+
+    def _apart(self, values: Mapping[str, Any]) -> dict[str, bool]:
+        """Return the names of the values that some ranks have otherwise, or not at all, and whether all have one. Collective."""
+        several = self.world.size > 1
+        digests = self.world.gather({name: digest_of_value(each) if several else "" for name, each in values.items()})
+        found = {name: {of_rank.get(name, "") for of_rank in digests} for of_rank in digests for name in of_rank}
+        return {name: "" not in different for name, different in found.items() if len(different) > 1}
+
+    def of_ranks(self, saved: Collection[str]) -> str:
+        """Return a value of a module or an optimizer that each rank has `saved` as its own; empty if none."""
+        roots = {*self.modules, *self.optimizers}
+        found = (name.partition("/")[2] for name in saved if name.startswith("rank-"))
+        return next((name for name in found if "/" in name and name.partition("/")[0] in roots), "")
 
     def _optimizer_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[tuple[str, Tensor]]:
         parameters = self.named
@@ -506,8 +533,13 @@ def saves_more(module: object) -> bool:
     return issubclass(kind, nn.Module) and kind.get_extra_state is not nn.Module.get_extra_state
 
 
+def _values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is no tensor."""
+    return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+
 def _built(buffer: Tensor) -> Built:
-    return Built(place(buffer), digest_of([buffer]))
+    return Built(place(buffer), bits_of(buffer))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -572,9 +604,8 @@ def _check_plain(name: str, state: Any, *, for_torch: bool = False) -> None:
     """Raise ConfigError for a state that no checkpoint holds, or that torch.load does not read by itself."""
     if any(in_pieces(leaf) for leaf in pytree.tree_leaves(state)):
         raise ConfigError(f"{name} holds DTensors outside of a module and an optimizer: track those")
-    dumps_plain(
-        host_copy(state), name, for_torch=for_torch
-    )  # of two views of one memory each has its own, as in a checkpoint
+    copied = host_copy(state)  # of two views of one memory each has its own, as in a checkpoint
+    dumps_plain(copied, name, for_torch=for_torch)
 
 
 def _shape(value: Any) -> list[int] | None:
@@ -596,6 +627,5 @@ def _holds(whole: object, is_it: Callable[[object], bool]) -> bool:
         elif isinstance(each, (list, tuple, set, frozenset)):
             left += each
         else:
-            slots = (name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ()))
-            left += [*getattr(each, "__dict__", {}).values(), *(getattr(each, name, None) for name in slots)]
+            left += attributes_of(each, most=MOST_SEEN).values()
     return False

@@ -212,11 +212,13 @@ class JobTrainee(Trainee):
         """Note that a step and the loop's body have ended: the state is whole until a parameter changes. Collective."""
         if self._left_to_compare:  # also on a rank that has refused by itself: the others wait for it
             self._left_to_compare -= 1
-            for what, named in (
-                ("parameters", self._tracked.named),
-                ("optimizers' states", self._tracked.of_optimizers()),
+            parameters, states = self._tracked.named, self._tracked.of_optimizers()
+            for what, apart in (
+                ("parameters", first_apart(parameters, self.world)),
+                ("optimizers' states", first_apart(states, self.world)),
+                ("optimizers' states", self._tracked.apart()),
             ):
-                if self.world.lowest(bool(first_apart(named, self.world))) is not None:
+                if self.world.lowest(bool(apart)) is not None:
                     if self._services.begins:  # a later attempt goes on with what the run has become
                         self._services.consistency.refuse_apart()
                     self.refuse(f"{what} differ between ranks, so no rank has those of another")
