@@ -28,13 +28,17 @@ from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, par
 from muster.job.carried_state import BEST, COUNT, RATE, STATE, carried, early, enumerated, own_frames
 from muster.job.own_draws import OwnDraws
 from muster.job.own_numbers import OwnNumbers
-from muster.job.own_tensors import OwnTensors, memory_of
+from muster.job.own_tensors import LOOKS, OwnTensors, memory_of
 from muster.job.summed_loss import BACKWARD
 from muster.job.tracked_state import Tracked, saves_more
 from muster.job.trainee import REPLICATED, Reached
 from muster.world.group import World
 
 UNTRACKED = "{name} steps the model and is not tracked: a resume, or the death of a rank, would begin its state anew; name it: track(model=..., optimizer=...)"
+UNTRAINED = (
+    "{name} and the parameters that it steps are not tracked: a resume, or the death of a rank, would begin both anew; name both, as in "
+    "track(critic=..., critic_optimizer=...), or make in each step what each step begins anew"
+)
 UNSCHEDULED = (
     "{kind}, the schedule of {name}, is not tracked: a resume, or the death of a rank, would begin it anew; name it: track(schedule=...), also if your "
     "code sets it from job.steps_done"
@@ -60,8 +64,8 @@ FORGOTTEN = (
 NAME_IT = "name it: track({short}={name}), which takes a module, or any object with state_dict() and load_state_dict()"
 HOLD_IT = "hold it in a module's buffers, or in an object with state_dict() and load_state_dict(), and track that"
 OWN_NUMBERS = (
-    "{names} {verb} changed by the loop and in no checkpoint: a resume, or the death of a rank, begins {them} anew; follow {them} from job.steps_done, "
-    "let job.evaluate(..., best=name) choose the best, or track an object that has such numbers in its state_dict()"
+    "{names} {verb} changed by the loop and in no checkpoint: a resume, or the death of a rank, begins {them} anew, unless each step sets {them} anew; follow "
+    "{them} from job.steps_done, let job.evaluate(..., best=name) choose the best, or track an object that has such numbers in its state_dict()"
 )
 MODE = (
     "{name} is trained in evaluation mode at step {step}, and was in training mode before, so dropout and batch norm work otherwise: call train() "
@@ -106,8 +110,9 @@ FROZEN = (
     "{name} was thawed before the state was saved that this attempt goes on from, and is frozen here, so it is trained no further: "
     "thaw it after track() where job.steps_done says that it was"
 )
-LOOKS = 100
-"""The steps in which a loop is looked at, and its own numbers before each checkpoint after them."""
+
+BETWEEN = 25
+"""The fewest steps from the last look to one at the end of an epoch, which may have one step."""
 
 
 class LoopWatch:
@@ -132,6 +137,7 @@ class LoopWatch:
         """The optimizers that have made a step, tracked or not."""
         self.begun = 0
         """The steps that have begun in this attempt."""
+        self._looks_now, self._looked = False, 0
         self._has_looked = self._has_seen_batch = False
         self._own_draws, self._own_numbers, self._own_tensors = OwnDraws(), OwnNumbers(), OwnTensors()
         self._own_sampler: tuple[ref[DistributedSampler[Any]], int, int] | None = None
@@ -153,15 +159,20 @@ class LoopWatch:
         self.begun += 1
         if self.begun == 1:
             self._own_numbers.begin(sys._getframe(), self._apart)
-        if self.begun <= LOOKS:
+        self._looks_now = self.begun <= LOOKS or self.begun >= self._looked + (BETWEEN if self._ends_epoch() else LOOKS)
+        if self._looks_now:
+            self._looked = self.begun
             parameters = self._tracked.parameters()
             gradients = [each.grad for each in parameters if each.grad is not None]
             known = {*map(memory_of, (*parameters, *gradients, *self._tracked.buffers().values()))}
             self._own_draws.begin(sys._getframe())
             modules = {id(each) for root in self._tracked.modules.values() for each in root.modules()}
             self._own_tensors.begin(sys._getframe(), known, self._tracked.holds, modules)
-        elif self.begun == LOOKS + 1:
-            self._own_draws, self._own_tensors = OwnDraws(), OwnTensors()  # which hold some no longer
+
+    def _ends_epoch(self) -> bool:
+        """Return whether the step that begins is an epoch's last: a loop may change something then alone."""
+        source = self._batch_source
+        return source is not None and (self._reached.step + 1) % source.steps_per_epoch == 0
 
     def end_step(self, *, epoch: int, is_saved: bool) -> None:
         """Look at what the body of a step has changed. is_saved: a checkpoint of it follows."""
@@ -172,7 +183,7 @@ class LoopWatch:
             self._has_looked = True
             self._tracked.refuse_unsaved()
             self._look_once()
-        if self.begun <= LOOKS or is_saved:
+        if self._looks_now or is_saved:
             self._look_at_own(epoch)
         if self._own_sampler and self._reached.step == self._own_sampler[2]:
             sampler = self._own_sampler[0]()
@@ -180,7 +191,7 @@ class LoopWatch:
                 self._tell("set_epoch", SAME_ORDER)
 
     def _see_optimizers(self, *, is_new: bool) -> Callable[[], None]:
-        """Note an untracked optimizer that steps tracked parameters: a resume begins it anew, and no death is survived.
+        """Note an untracked optimizer, with its parameters or without: a resume begins it anew, and no death is survived.
 
         So would an untracked schedule. Both are refused in a run that begins, if no tracked object may hold them unseen.
         """
@@ -189,25 +200,32 @@ class LoopWatch:
 
         def look(optimizer: Optimizer, *_: Any) -> None:
             self._see_modes(optimizer)
+            is_again = False
             if id(optimizer) in seen:
-                if first := untracked.get(id(optimizer)):
-                    same, before, step = first
-                    if same() is optimizer and before() is _state_of(optimizer) and self._reached.step > step:
-                        raise ConfigError(UNTRACKED.format(name=type(optimizer).__name__))
+                if not (first := untracked.get(id(optimizer))):
+                    return
+                same, before, step = first
+                is_again = same() is optimizer and before() is _state_of(optimizer) and self._reached.step > step
+                if not is_again:
+                    return
+                del untracked[id(optimizer)]
+            stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            is_of_model, state = bool(trained & stepped), _state_of(optimizer)
+            if not is_of_model and state is None:
                 return
             seen.add(id(optimizer))
-            stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
-            if not trained & stepped:
-                return
             name = type(optimizer).__name__
             knows_all = all(isinstance(each, REPLICATED) for each in self._tracked.others.values())
             is_certain = knows_all and is_new
             if not self._tracked.saves(optimizer):
-                if is_certain and (state := _state_of(optimizer)) is not None:
-                    # refused in another step: an optimizer, or a state, that is made in each begins anew anyway
+                if not is_again and state is not None and (is_certain or not is_of_model):
+                    # looked at in another step: an optimizer, or a state, that is made in each begins anew anyway
                     untracked[id(optimizer)] = ref(optimizer), ref(state), self._reached.step
                     return
-                self._tell(f"untracked {name}", UNTRACKED.format(name=name))
+                text = (UNTRACKED if is_of_model else UNTRAINED).format(name=name)
+                if is_again and is_certain:
+                    raise ConfigError(text)
+                self._tell(f"untracked {name}", text)
                 self._refuse_survival(f"{name} is not tracked")
             found = self._tracked.untracked_beside(optimizer)
             if found and is_certain:

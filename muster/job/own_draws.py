@@ -9,7 +9,7 @@ from typing import Any
 
 from muster.data.own_generators import KINDS, OwnGenerators, is_global
 from muster.job.carried_state import Loop, loop_of, own_frames, parts
-from muster.job.own_objects import attributes_of, harmless, is_a, is_own_module, variables_of
+from muster.job.own_objects import attributes_of, contents, found_by, harmless, is_a, is_own_module, variables_of
 
 MOST_WRAPPERS = 16
 """The most environments of several, and the most wrappers of one."""
@@ -31,7 +31,8 @@ class OwnDraws:
     @harmless
     def drawn(self, frame: FrameType | None) -> str | None:
         """Return the first one that has drawn since `begin`, and its kind; empty if none has, or the loop seeds it itself."""
-        drawn = {name: kind for name, kind, each, before in self._before if each.have_drawn(before)}
+        looked_at, self._before = self._before, []
+        drawn = {name: kind for name, kind, each, before in looked_at if each.have_drawn(before)}
         if drawn:
             for each in own_frames(frame):
                 for name in _seeded(found[0]) if (found := loop_of(each)) else ():
@@ -42,11 +43,15 @@ class OwnDraws:
 def _generators(frame: FrameType) -> Iterator[tuple[str, Any]]:
     seen = set[int]()
     for variable, of_variable in variables_of(frame).items():
-        for name, value in _environments(variable, of_variable, seen):
-            is_library = is_a(value, ModuleType) and not is_own_module(value)
-            inner = {} if is_library else attributes_of(value)
-            named = {name: value, **{f"{name}.{each}": there for each, there in inner.items()}}
-            yield from ((full, each) for full, each in named.items() if is_a(each, *KINDS) and not is_global(each))
+        yield from found_by(_generators_in, variable, of_variable, seen)
+
+
+def _generators_in(variable: str, of_variable: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    for name, value in _environments(variable, of_variable, seen):
+        is_library = is_a(value, ModuleType) and not is_own_module(value)
+        inner = {} if is_library else attributes_of(value)
+        named = {name: value, **{f"{name}.{each}": there for each, there in inner.items()}}
+        yield from ((full, each) for full, each in named.items() if is_a(each, *KINDS) and not is_global(each))
 
 
 def _environments(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -59,7 +64,7 @@ def _environments(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, 
         inner = attributes_of(value)
         several: Any = inner.get("envs")
         if is_a(several, list):
-            for number, each in enumerate(several[:MOST_WRAPPERS]):
+            for number, each in enumerate(contents(several)[:MOST_WRAPPERS]):
                 yield from _environments(f"{name}.envs[{number}]", each, seen)
         if "env" not in inner:
             return

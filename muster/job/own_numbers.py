@@ -12,13 +12,38 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from muster.job.carried_state import assigned, loop_of, own_frames
-from muster.job.own_objects import MOST, assigned_in, attributes_of, harmless, held_by, is_a, reads_itself, variables_of
+from muster.job.own_objects import (
+    MOST,
+    assigned_in,
+    attributes_of,
+    found_by,
+    harmless,
+    held_by,
+    is_a,
+    reads_itself,
+    variables_of,
+)
 
-TIMED = ("time", "elapsed", "second", "duration", "clock")
-"""What names of numbers have in them that follow a clock."""
+TIMED = {
+    "time",
+    "times",
+    "timer",
+    "runtime",
+    "walltime",
+    "elapsed",
+    "sec",
+    "secs",
+    "seconds",
+    "duration",
+    "clock",
+    "eta",
+}
+"""Words in names of numbers that follow a clock."""
+WORD = re.compile(r"[A-Z]?[a-z]+")
 DAY_S = 86_400.0
 
 
@@ -40,12 +65,15 @@ class OwnNumbers:
         self._modules = {id(owner) for _, owner in _owners(frame, apart()) if is_a(owner, nn.Module)}
 
     def _is_counter(self, name: str, before: float, now: float, owner: object, frame: FrameType | None) -> bool:
-        """Return whether a number that is one of the job's own counts by now is counted by its object itself; once for each."""
-        if now == before or owner is None or name in self._compared:
+        """Return whether a number that is one of the job's own counts by now is counted by its object or the text itself; once for each."""
+        if now == before or name in self._compared:
             return False
         self._compared.add(name)
         attribute = name.rpartition(".")[2]
-        return _counts(type(owner), attribute) and not _sets(frame, attribute)
+        if owner is not None and _counts(type(owner), attribute) and not _sets(frame, attribute):
+            return True
+        named = rf"(?<![\w.]){re.escape(name)}\s*"
+        return _is_in_text(frame, rf"{named}\+=") and not _is_in_text(frame, rf"{named}=(?!=)\s*[^-\d\s]")
 
     @harmless
     def changed(
@@ -66,6 +94,7 @@ class OwnNumbers:
             for name, before in self._before.items()
             if name in now
             and (_has_changed(before, now[name][0], known) or self._is_counter(name, before, *now[name], frame))
+            and not (is_a(now[name][0], bool) and not _is_own_flag(name, now[name][1], frame))
         ]
         if found:
             saved = {name for name in found if is_saved(now[name][1])}
@@ -82,8 +111,8 @@ class OwnNumbers:
 
 def _has_changed(before: float, now: float, known: Collection[int]) -> bool:
     is_same = now == before or (math.isnan(now) and math.isnan(before))
-    is_of_clock = isinstance(now, float) and min(abs(now - time.time()), abs(now - time.monotonic()) * DAY_S) < DAY_S
-    return not (is_same or now in known or is_of_clock)
+    is_of_clock = is_a(now, float) and min(abs(now - time.time()), abs(now - time.monotonic()) * DAY_S) < DAY_S
+    return not (is_same or (now in known and not is_a(now, bool)) or is_of_clock)
 
 
 def _numbers(frame: FrameType | None, apart: Collection[int]) -> Iterator[tuple[str, float, object]]:
@@ -93,8 +122,17 @@ def _numbers(frame: FrameType | None, apart: Collection[int]) -> Iterator[tuple[
         variables = variables_of(each).items()
         yield from ((name, value, None) for name, value in variables if _is_number(name, value) and name in shared)
     for name, owner in _owners(frame, apart):
-        items = held_by(owner) or (_added(owner) if is_a(owner, nn.Module) else {})
-        yield from ((f"{name}.{key}", number, owner) for key, number in items.items() if _is_number(key, number))
+        yield from found_by(_of_owner, name, owner)
+
+
+def _of_owner(name: str, owner: object) -> Iterator[tuple[str, float, object]]:
+    items, is_module = held_by(owner), is_a(owner, nn.Module)
+    flags = (
+        {key for key in items if key != "training"} if is_module else ()
+    )  # as of a layer that initializes itself once
+    for key, number in (items or (_added(owner) if is_module else {})).items():
+        if is_a(key, str) and _is_number(f"{name}.{key}", number, or_flag=key in flags):
+            yield f"{name}.{key}", number, owner
 
 
 def _owners(frame: FrameType | None, apart: Collection[int]) -> Iterator[tuple[str, object]]:
@@ -102,11 +140,14 @@ def _owners(frame: FrameType | None, apart: Collection[int]) -> Iterator[tuple[s
     seen = {*apart}
     for each in own_frames(frame):
         for name, value in variables_of(each).items():
-            parts = value.named_modules() if is_a(value, nn.Module) else [("", value)]
-            for path, part in islice(parts, MOST):
+            for path, part in found_by(_modules, value) if is_a(value, nn.Module) else [("", value)]:
                 if id(part) not in seen:
                     seen.add(id(part))
                     yield f"{name}.{path}".rstrip("."), part
+
+
+def _modules(module: Any) -> Iterator[tuple[str, Any]]:
+    return islice(module.named_modules(), MOST)
 
 
 def _added(module: object) -> dict[str, Any]:
@@ -115,9 +156,9 @@ def _added(module: object) -> dict[str, Any]:
     return {name: each for name, each in attributes_of(module).items() if name[:1] != "_" and name not in options}
 
 
-def _is_number(name: object, value: object) -> bool:
-    is_one = is_a(value, int, float) and not is_a(value, bool)
-    return is_one and isinstance(name, str) and not any(each in name.lower() for each in TIMED)
+def _is_number(name: str, value: object, *, or_flag: bool = False) -> bool:
+    is_one = or_flag if is_a(value, bool) else is_a(value, int, float, np.integer, np.floating)
+    return is_one and TIMED.isdisjoint(map(str.lower, WORD.findall(name)))
 
 
 def _counts(kind: type, attribute: str) -> bool:
@@ -127,8 +168,19 @@ def _counts(kind: type, attribute: str) -> bool:
     return bool(counts) and all(isinstance(each, ast.Constant) for each in values if each not in counts)
 
 
+def _is_own_flag(name: str, owner: object, frame: FrameType | None) -> bool:
+    """Return whether a module's own methods set a flag, and to constants, as one that initializes itself once."""
+    kind: Any = type(owner)
+    attribute = name.rpartition(".")[2]
+    values = assigned_in(kind).get(f"self.{attribute}", [])
+    return all(isinstance(each, ast.Constant) for each in values) and len(values) > 1 and not _sets(frame, attribute)
+
+
 def _sets(frame: FrameType | None, attribute: str) -> bool:
     """Return whether the text around a loop sets an attribute of this name from outside: perhaps by the job's own counts."""
+    return _is_in_text(frame, rf"(?<!\bself)\.{re.escape(attribute)}\s*=(?!=)")
+
+
+def _is_in_text(frame: FrameType | None, pattern: str) -> bool:
     files = {each.f_code.co_filename for each in own_frames(frame)}
-    set_outside = re.compile(rf"(?<!\bself)\.{re.escape(attribute)}\s*=(?!=)")
-    return any(set_outside.search("".join(linecache.getlines(file))) for file in files)
+    return any(re.search(pattern, "".join(linecache.getlines(file))) for file in files)

@@ -6,6 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from itertools import islice
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -21,6 +22,8 @@ from muster.job.own_objects import (
     MOST,
     MOST_IN_ALL,
     assigned_in,
+    contents,
+    found_by,
     harmless,
     held_by,
     is_a,
@@ -29,6 +32,8 @@ from muster.job.own_objects import (
 )
 from muster.world.dtensor import own_piece
 
+LOOKS = 100
+"""The first steps, in which a loop is looked at. Later it is in each so many-th one and in the last of an epoch, and its own numbers before a checkpoint."""
 FEW_PARTS = 16
 """The most parts of an item of a container that is looked at."""
 Found = Callable[[], Tensor | None]
@@ -41,8 +46,8 @@ class OwnTensors:
         self.is_broken = False
         self._before: dict[str, tuple[bool, list[Callable[[], bool]]]] = {}
         """By name, whether it is a module, and what tells whether a tensor of it, or what a container holds, has changed."""
-        self._looks: dict[str, tuple[int, int]] = {}
-        """The ids of what was looked at, and how often."""
+        self._seen: dict[str, tuple[tuple[int, int], int]] = {}
+        """The ids of what has what was looked at, and of that, and how often it was."""
         self._held: dict[str, bool] = {}
 
     @harmless
@@ -58,33 +63,45 @@ class OwnTensors:
         known: memory of tracked tensors. holds: whether a tracked object has another. modules: ids of tracked modules and their parts.
         """
         left_in_all = MOST_IN_ALL
-        for name, value, owner in _named(frame):
-            named, items = _untracked(name, value, known, modules), _items(value)
-            of_owner = _looks_in_owner(owner, name.rpartition(".")[2], value)
-            if (left_in_all := left_in_all - len(named) - len(items)) < 0:
+        for each in _named(frame):
+            left_in_all -= sum(found_by(self._look_at, *each, known, holds, modules))
+            if left_in_all < 0:
                 return
-            if not (named or items or of_owner):
-                continue
-            known_as = (
-                f"{id(value if owner is None else owner)} {name}"  # what an object has may be made anew in each step
-            )
-            if known_as not in self._held:
-                self._held[known_as] = holds(value)
-            if not self._held[known_as]:
-                same, looks = self._looks.get(name, (0, 0))
-                looks = looks + 1 if same == id(value) else 1
-                self._looks[name] = id(value), looks
-                self._before[name] = (
-                    is_a(value, nn.Module),
-                    [
-                        *of_owner,
-                        partial(_has_other_items, value, owner, name, items) if items else bool,
-                        *(
-                            partial(_is_changed, find, place(each), first_value(each) if looks <= SAMPLED_STEPS else "")
-                            for find, each in named
-                        ),
-                    ],
-                )
+
+    def _look_at(
+        self,
+        name: str,
+        value: Any,
+        owner: Any,
+        known: Collection[int],
+        holds: Callable[[object], bool],
+        modules: Collection[int],
+    ) -> Iterator[int]:
+        """Look at one value, and yield how many tensors and items of it there are."""
+        named, items = [*_untracked(name, value, known, modules)], _items(value)
+        if is_a(owner, nn.Module) and is_a(value, dict):  # mostly a cache, as of masks by their sizes
+            named, items = [], []
+        looks_at_owner = _looks_in_owner(owner, name.rpartition(".")[2], value)
+        yield len(named) + len(items)
+        lasting = value if owner is None else owner  # what an object has may be made anew in each step
+        ids, (before, looks) = (id(lasting), id(value)), self._seen.get(name, ((0, 0), 0))
+        looks = looks + 1 if before[1] == ids[1] else 1
+        self._seen[name] = ids, looks
+        is_batch = before[0] != ids[0] and not is_a(value, nn.Module)  # perhaps, and must not be held longer
+        if is_batch or not (named or items or looks_at_owner):
+            return
+        known_as = f"{id(lasting)} {name}"
+        if known_as not in self._held:
+            self._held[known_as] = holds(value)
+        if self._held[known_as]:
+            return
+        if items and not _is_kept(value, owner):
+            looks_at_owner.append(partial(_has_other_items, partial(_attribute, owner, name), items))
+        elif items and looks > 1:
+            looks_at_owner.append(partial(_has_other_items, partial(_itself, value), items))
+        first = _no_value if SAMPLED_STEPS < looks <= LOOKS else first_value
+        changes = [partial(_is_changed, find, place(each), first(each)) for find, each in named]
+        self._before[name] = is_a(value, nn.Module), [*looks_at_owner, *changes]
 
     @harmless
     def changed(self) -> list[tuple[str, bool]] | None:
@@ -103,12 +120,21 @@ def _named(frame: FrameType | None) -> Iterator[tuple[str, Any, Any]]:
     seen = set[int]()
     for each in own_frames(frame):
         for name, value in variables_of(each).items():
-            is_whole = is_a(value, nn.Module, Dataset, dict, list, deque)  # a data set may keep samples
-            inner = {} if is_whole else held_by(value)
-            for full, part, owner in ((name, value, None), *((f"{name}.{key}", inner[key], value) for key in inner)):
+            for full, part, owner in ((name, value, None), *found_by(_parts, name, value)):
                 if id(part) not in seen:
                     seen.add(id(part))
                     yield full, part, owner
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the attributes of an object, or those of a module's parts that hold tensors beside its parameters and buffers; and what has one."""
+    if is_a(value, nn.Module):
+        for path, module in islice(value.named_modules(), MOST):
+            for key, each in held_by(module).items():
+                if key[:1] != "_" and _keeps(each):
+                    yield f"{name}.{path}.{key}".replace("..", "."), each, module
+    elif not is_a(value, Dataset, dict, list, deque):  # a data set may keep samples
+        yield from ((f"{name}.{key}", each, value) for key, each in held_by(value).items())
 
 
 def _is_any(looks: list[Callable[[], bool]]) -> bool:
@@ -125,14 +151,15 @@ def _is_changed(find: Found, before: Place, value: str) -> bool:
 
 def _looks_in_owner(owner: Any, name: str, value: Any) -> list[Callable[[], bool]]:
     """Return what tells whether an attribute has been changed in place, if it is an array, or was made of itself, as an average is."""
-    if owner is None or not (is_a(value, dict) or _keeps(value)):
+    if owner is None or not (is_a(value, dict, Tensor, np.ndarray) or _keeps(value)):
         return []
     kind: Any = type(owner)
     assigned, looks = assigned_in(kind), list[Callable[[], bool]]()
     if any(reads_itself(each, name) for each in assigned.get(f"self.{name}", ())):
         looks.append(partial(_is_remade, owner, name, id(value)))
-    is_refilled = f"self.{name}[:]" in assigned or f"self.{name}[...]" in assigned  # in each step, say
-    if is_a(value, np.ndarray) and not is_refilled:
+    refills = [each for part in ("[:]", "[...]") for each in assigned.get(f"self.{name}{part}", ())]
+    is_refilled = bool(refills) and not any(reads_itself(each, name) for each in refills)  # in each step, say
+    if is_a(value, np.ndarray) and _keeps(value) and not is_refilled:
         looks.append(partial(_is_other_array, ref(value), _ends(value)))
     return looks
 
@@ -153,17 +180,30 @@ def _ends(array: Any) -> bytes:
 
 
 def _items(value: Any) -> list[int]:
-    """Return the ids of a container's items, of one of many the first and last, if some hold tensors or arrays of several numbers."""
-    if not is_a(value, dict, list, deque) or (is_a(value, dict) and len(value) > MOST):
-        return []
-    items = [*value.values()] if is_a(value, dict) else [*value] if len(value) <= MOST else [value[0], value[-1]]
+    """Return the ids of a container's items if some hold tensors or arrays of several numbers."""
+    items = [] if is_a(value, tuple) else contents(value)
     return [*map(id, items)] if any(map(_keeps, (*items[:FEW], *items[-FEW:]))) else []
 
 
-def _has_other_items(value: Any, owner: Any, name: str, before: list[int]) -> bool:
-    """Return whether a container has other items, or a list in its place in `owner`: a dict may be made for each step."""
-    is_kept = owner is None or is_a(value, dict)
-    return _items(value if is_kept else held_by(owner).get(name.rpartition(".")[2])) != before
+def _is_kept(value: Any, owner: Any) -> bool:
+    """Return whether another container in its place is no change: a dict may be made for each step, and so may what a module shows of one."""
+    return owner is None or is_a(value, dict) or is_a(owner, nn.Module)
+
+
+def _has_other_items(find: Callable[[], Any], before: list[int]) -> bool:
+    return _items(find()) != before
+
+
+def _no_value(_: Tensor) -> str:
+    return ""
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return held_by(owner).get(name.rpartition(".")[2])
 
 
 def _keeps(item: Any, *, depth: int = 2) -> bool:
@@ -172,17 +212,17 @@ def _keeps(item: Any, *, depth: int = 2) -> bool:
         return item.numel() > 1 and item.grad_fn is None
     if is_a(item, np.ndarray):
         return bool(item.size > 1)
-    parts = item.values() if is_a(item, dict) else item if is_a(item, tuple, list) else ()
-    return depth > 0 and len(parts) <= FEW_PARTS and any(_keeps(each, depth=depth - 1) for each in parts)
+    parts = contents(item) if depth else []
+    return len(parts) <= FEW_PARTS and any(_keeps(each, depth=depth - 1) for each in parts)
 
 
-def _untracked(name: str, value: Any, known: Collection[int], modules: Collection[int]) -> list[tuple[Found, Tensor]]:
+def _untracked(
+    name: str, value: Any, known: Collection[int], modules: Collection[int]
+) -> Iterator[tuple[Found, Tensor]]:
     is_attribute = is_a(value, Tensor) and "." in name  # one of a variable may be made for each step
-    try:
-        found = _tensors([value] if is_attribute else value, modules)
-        return [(find, tensor) for find, tensor in found if memory_of(tensor) not in known]
-    except Exception:  # as of a lazy module
-        return []
+    for find, tensor in _tensors([value] if is_attribute else value, modules):
+        if memory_of(tensor) not in known:
+            yield find, tensor
 
 
 def _tensors(value: Any, modules: Collection[int]) -> Iterator[tuple[Found, Tensor]]:
@@ -201,8 +241,8 @@ def _tensors(value: Any, modules: Collection[int]) -> Iterator[tuple[Found, Tens
                 for name, each in module._buffers.items()
                 if each is not None
             )
-    elif is_a(value, dict, list) and len(value) <= MOST:
-        for each in value.values() if is_a(value, dict) else value:
+    elif is_a(value, dict, list):
+        for each in contents(value):
             if is_a(each, Tensor) and each.is_floating_point() and each.numel() > 1 and not each.is_inference():
                 if each.grad_fn is None:  # an output of the model would hold its graph
                     yield ref(each), each

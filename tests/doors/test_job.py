@@ -497,13 +497,13 @@ def main(job):
     net = nn.parallel.DistributedDataParallel(net) if job.world_size > 1 else net
     optimizer, stopping, kept = torch.optim.Adam(net.parameters()), Stopping(), Kept()
     job.track(model=net, **({} if "UNTRACKED" in os.environ else {"optimizer": optimizer, "kept": kept}))
-    for x in job.batches(torch.ones(16, 1), batch_size=4, epochs=2):
+    for x in job.batches(torch.ones(16, 1), batch_size=4, epochs=int(os.environ.get("EPOCHS", 2))):
         loss = net(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         job.step(loss=loss)
-        if os.environ.get("AVERAGES") in ("both", str(job.rank)):
+        if os.environ.get("AVERAGES") in ("both", str(job.rank)) and job.steps_done > int(os.environ.get("FROM", 0)):
             for each, other in zip(average.parameters(), net.parameters()):
                 each.data.mul_(0.9).add_(other.data, alpha=0.1)
         if "AVERAGES" not in os.environ:
@@ -534,11 +534,12 @@ def test_what_the_script_s_own_objects_remember_is_noted_or_refused(place):
     assert refused.outcome["error"].startswith("Adam steps the model and is not tracked"), refused.outcome
 
 
-@pytest.mark.parametrize("ranks", ["both", "0"])
-def test_a_module_that_the_loop_changes_is_noted_unless_it_is_tracked(place, ranks):
+@pytest.mark.parametrize(("ranks", "late"), [("both", {}), ("0", {}), ("0", {"FROM": "102", "EPOCHS": "33"})])
+def test_a_module_that_the_loop_changes_is_noted_unless_it_is_tracked(place, ranks, late):
     folder = place("averages")
     (folder / "remembers.py").write_text(REMEMBERS)
-    notes = [line["text"] for line in run(folder, script="remembers", to="", ranks=2, AVERAGES=ranks).events("note")]
+    done = run(folder, script="remembers", to="", ranks=2, AVERAGES=ranks, **late)
+    notes = [line["text"] for line in done.events("note")]
     assert [each for each in notes if each.startswith("average is changed by the loop and is not tracked")], notes
 
 
@@ -556,16 +557,35 @@ class Centre:
     def __init__(self):
         self.of = torch.zeros(4)
         self.shadow, self.mean, self.count = {"w": torch.zeros(4)}, torch.zeros(4), np.zeros(4)
+        self.value, self.refilled = torch.zeros(()), np.zeros(4)
         self.last, self.shown, self.work = torch.zeros(4), {"x": torch.zeros(4)}, np.zeros(4)
     def last_of(self, x):
         return x.clone()
     def update(self, x):
         self.shadow = {key: 0.9 * value + 0.1 * x for key, value in self.shadow.items()}
         self.mean = 0.9 * self.mean + x
+        self.value = 0.9 * self.value + x.mean()
+        self.refilled[:] = 0.9 * self.refilled + x.numpy()
         self.count += 1
     def show(self, x):
         self.last, self.shown = self.last_of(x), {"x": x.clone()}
         self.work[:] = x.numpy() + self.count
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.past, self.centre, self.last, self.is_begun = collections.deque(maxlen=2), torch.zeros(4), torch.zeros(4), False
+    def forward(self, x):
+        if "TRACKED" not in os.environ:
+            self.past.append(x.detach().clone())
+            self.centre, self.is_begun = 0.9 * self.centre + 0.1 * x.detach().mean(0), True
+        self.last = x.detach().clone()
+        return x
+class Broken(list):
+    def __iter__(self):
+        raise ValueError("that no look may run")
+class Strange(nn.Module):
+    def named_modules(self, *_, **__):
+        raise ValueError("that hides no other")
 class Cached(torch.utils.data.Dataset):
     def __init__(self):
         self.seen = {}
@@ -573,8 +593,8 @@ class Cached(torch.utils.data.Dataset):
         return 4
     def __getitem__(self, index):
         return self.seen.setdefault(len(self.seen), torch.ones(4))
-cached = Cached()
-model, pool, memory, centre = nn.Linear(4, 4), Pool(list), Pool(collections.deque), Centre()
+cached, broken, strange, abstract = Cached(), Broken([torch.zeros(4)]), Strange(), nn.Linear(2, 2, device="meta")
+model, pool, memory, centre = nn.Sequential(nn.Linear(4, 4), Remembering()), Pool(list), Pool(collections.deque), Centre()
 queue, losses, noise = {}, [], torch.zeros(4)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 with muster.Job("run", tensorboard=False) as job:
@@ -589,7 +609,7 @@ with muster.Job("run", tensorboard=False) as job:
         centre.show(x[0])
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (1 + job.steps_done)
-        moments = optimizer.state[model.weight]
+        moments = optimizer.state[model[0].weight]
         loss = model(x + noise.normal_() + cached[0]).square().mean()
         losses.append(loss.detach()), outputs.append(x * 2)
         loss.backward(), optimizer.step(), optimizer.zero_grad(), job.step()
@@ -598,14 +618,85 @@ with muster.Job("run", tensorboard=False) as job:
 
 @pytest.mark.parametrize("tracked", [{}, {"TRACKED": "1"}], ids=["untracked", "tracked"])
 def test_what_a_loop_keeps_in_containers_is_noted_unless_it_is_tracked(place, tracked):
-    """A replay buffer, a memory of tuples, averages, a queue of arrays. Numbers for a chart, what a step makes anew, and a group of
-    the optimizer, are not."""
+    """A replay buffer, a memory of tuples, averages, a queue of arrays, what a module has beside its buffers. Numbers for a chart, what a step
+    makes anew, and a group of the optimizer, are not; what cannot be looked at hides no other."""
     folder = place("pools")
     (folder / "pools.py").write_text(POOLS)
     told = notes(run(folder, script="pools", to="", **tracked))
-    names = [text.partition(" is changed by the loop and is not tracked")[0] for text in told]
-    averages = ["centre.count", "centre.mean", "centre.of", "centre.shadow"]
-    assert sorted(names) == ([] if tracked else [*averages, "memory.kept", "pool.kept", "queue"]), told
+    names = [text.partition(" is changed by the loop and")[0] for text in told]
+    averages = [f"centre.{each}" for each in ("count", "mean", "of", "refilled", "shadow", "value")]
+    modules = [f"model.1.{each}" for each in ("centre", "is_begun", "past")]
+    assert sorted(names) == ([] if tracked else [*averages, "memory.kept", *modules, "pool.kept", "queue"]), told
+
+
+OF_RANKS = """
+import os, sys, torch, muster
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.seen = nn.Linear(4, 4), 0.0
+        self.register_buffer("centre", torch.zeros(4), persistent=False)
+    def forward(self, x):
+        self.seen = 0.9 * self.seen + x.sum().item()
+        self.centre.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.inner(x - self.centre) * (1 + 0.01 * self.seen)
+    def get_extra_state(self):
+        return {"seen": self.seen}
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+class Own(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for parameter, state in ((each, self.state[each]) for each in net.parameters()):
+            state["own"] = [0.9 * state.get("own", [torch.zeros(())])[0] + net.seen]
+            if job.is_first:
+                state["alone"] = 1.0
+class Scale:
+    def __init__(self):
+        self.of = nn.Parameter(torch.ones(()))
+    def state_dict(self):
+        return vars(self)
+    def load_state_dict(self, state):
+        vars(self).update(state)
+data = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+with muster.Job("run", tensorboard=False, save_every=3) as job:
+    net, scale = Net(), Scale()
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = Own(net.parameters(), lr=torch.tensor(0.05), momentum=0.9, foreach=False)
+    base = optimizer.param_groups[0]["lr"]
+    group = optimizer.param_groups[0]
+    job.track(model=model, optimizer=optimizer, scale=scale)
+    for x in job.batches(data, batch_size=8, epochs=int(os.environ.get('EPOCHS', 2))):
+        (model(x) * scale.of).square().mean().backward()
+        optimizer.step(), optimizer.zero_grad()
+        group["lr"], group["momentum"] = base * 0.9**job.steps_done, group["momentum"] * 0.99
+        with torch.no_grad():
+            scale.of -= 0.1 * job.sum(scale.of.grad)
+        scale.of.grad = None
+        job.step()
+        if job.steps_done == 8 and "LEAVE" in os.environ:
+            job.save(), sys.exit(75)
+states = optimizer.state.values()
+own = [net.seen, net.centre.tolist(), [each["own"][0].item() for each in states], [each.get("alone") for each in states]]
+print(f"rank {job.rank} has {own} {base.item()} {group['lr'].item()} {group['momentum']} {scale.of.item()}\\n", end="", flush=True)
+"""
+
+
+def test_what_each_rank_has_of_its_own_and_what_a_loop_holds_come_back(place):
+    """A module's extra state, values in an optimizer's, a buffer changed by `.data`; a group that is held, a parameter in an object."""
+    whole, cut = place("whole"), place("cut")
+    for folder in (whole, cut):
+        (folder / "of_ranks.py").write_text(OF_RANKS)
+    done = run(whole, script="of_ranks", to="", ranks=2)
+    run(cut, script="of_ranks", to="", ranks=2, code=None, LEAVE="1")
+    again = run(cut, script="of_ranks", to="", ranks=2)
+    assert [line["step"] for line in again.events("resume")] == [8], again.out
+    told = [sorted(re.findall(r"rank \d has .*", each.out)) for each in (done, again)]
+    assert len(told[0]) == 2 and told[0][0][7:] != told[0][1][7:] and told[0] == told[1]
+    assert again.sha256 == done.sha256
+    alone = run(cut, script="of_ranks", to="", ranks=1, EPOCHS="3")
+    assert any("was another on each of the 2 ranks that saved it" in text for text in notes(alone)), alone.out
 
 
 COUNTER = """
@@ -1008,7 +1099,8 @@ data = torch.utils.data.TensorDataset(torch.arange(40.0).reshape(40, 1), torch.a
 def main(job):
     model = DDP(nn.Linear(1, 1))
     optimizer = torch.optim.Adam(model.parameters())
-    elsewhere = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # of something else
+    other, is_beside = nn.Parameter(torch.ones(1)), os.environ["FORM"] == "beside"
+    elsewhere = (torch.optim.Adam if is_beside else torch.optim.SGD)([other], lr=0.1)  # of something else
     class Noam:
         def __init__(self, inner):
             self.inner = inner
@@ -1048,6 +1140,7 @@ def main(job):
     if os.environ["FORM"] == "unscheduled":
         scaler = torch.amp.GradScaler("cpu", enabled=False)  # which holds no schedule
         more["unscheduled"] = {"optimizer": optimizer, "schedule": schedule, "scaler": scaler}
+    more["beside"] = {"optimizer": optimizer}
     more |= {"scheduled": {"schedule": schedule}} if os.environ["FORM"] == "scheduled" else {}
     job.track(model=model, **more.get(os.environ["FORM"], {}))
     loader = torch.utils.data.DataLoader(data, batch_size=5, sampler=torch.utils.data.DistributedSampler(data))
@@ -1056,7 +1149,7 @@ def main(job):
         loader = torch.utils.data.DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(sampler, 5, False))
     for x, y in job.batches(loader, epochs=1):
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
+        loss = nn.functional.mse_loss(model(x), y) + is_beside * other.square().sum()
         loss.backward()
         optimizer.step(), elsewhere.step()
         job.step(loss=loss)
@@ -1081,6 +1174,19 @@ def test_a_gradient_scaler_is_refused_unless_it_is_tracked(place, tracked):
     said = "GradScaler, the gradient scaler of Adam, is not tracked: a resume, or the death of a rank, would begin its scale anew"
     assert (said in done.out, done.code) == ((False, 0) if tracked else (True, 2)), done.out
     assert ("is not tracked" in done.out) == (not tracked) and ("\n5\n" in done.out) == bool(tracked), done.out
+
+
+def test_an_optimizer_that_each_step_makes_anew_need_not_be_tracked(place):
+    """As an attack's, also beside a tracked object of which nobody knows what it holds."""
+    body = (
+        "import types; own = types.SimpleNamespace(state_dict=dict, load_state_dict=print)\n"
+        f"    {LOOP.replace('model=model', 'model=model, own=own')}delta = torch.zeros_like(x, requires_grad=True)\n"
+        "        attack = torch.optim.Adam([delta])\n"
+        "        model(x + delta).sum().backward(), attack.step(), optimizer.zero_grad()\n"
+        "        model(x + delta.detach()).sum().backward(), optimizer.step(), optimizer.zero_grad(), job.step()"
+    )
+    done = wrong(place("attack"), body)
+    assert done.code == 0 and not [text for text in notes(done) if "not tracked" in text], done.out
 
 
 @pytest.mark.nightly
@@ -1111,6 +1217,13 @@ def test_what_a_resume_would_lose_is_noted_or_refused(place):
         refused = run(other, script="half", to="", ranks=2, FORM=form, code=1)
         said = "Adam steps the model and is not tracked: a resume, or the death of a rank, would begin its state anew"
         assert refused.outcome["exit_code"] == 2 and refused.outcome["error"].startswith(said), refused.outcome
+    beside = place("beside")
+    (beside / "half.py").write_text(HALF)
+    refused = run(beside, script="half", to="", ranks=2, FORM="beside", code=1)
+    said = (
+        "Adam and the parameters that it steps are not tracked: a resume, or the death of a rank, would begin both anew"
+    )
+    assert refused.outcome["exit_code"] == 2 and refused.outcome["error"].startswith(said), refused.outcome
 
 
 AND_THEN = """
@@ -1340,6 +1453,14 @@ WEIGHTED = "job.track(model=model); job.batches(data, batch_size=8, epochs=1, we
         ("job.track()", "track() names nothing"),
         ("job.track(model=model); job.track(optimizer=optimizer)", "name everything in one call"),
         ("job.track(model=3)", "track(model=...) is of type int, which has no state_dict()"),
+        (
+            f"{LOOP}optimizer.state[model.weight]['a/b'] = 0.1; job.step()",
+            "optimizer keeps 'a/b' of each parameter, which no checkpoint can name",
+        ),
+        (
+            f"{LOOP}optimizer.state[model.weight][0] = 0.1; job.step()",
+            "optimizer keeps 0 of each parameter, which no checkpoint can name",
+        ),
         ("job.track(optimizer=optimizer)", "track the module, too"),
         ("job.track(loop=model)", "choose another"),
         (OWN_STATE.format("{'name': numpy.str_('x')}"), "own['name'] is of type numpy.str_, which torch.load"),
@@ -1529,9 +1650,11 @@ def test_a_resume_with_something_else_is_refused(place, before, after, says):
     assert wrong(folder, body).code == 0  # nothing was changed
 
 
-def test_a_model_that_each_rank_trains_by_itself_is_refused_at_the_first_save(place):
+@pytest.mark.parametrize("kind", ["float32", "complex64"])
+def test_a_model_that_each_rank_trains_by_itself_is_refused_at_the_first_save(place, kind):
     """Nothing else would tell: the loop has forgotten DistributedDataParallel, and a checkpoint would mix the models."""
-    body = f"{LOOP}loss = (model(x) * rank).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad(); job.step(loss=loss)"
+    body = f"model.to(torch.{kind}); {LOOP}loss = (model(x.to(torch.{kind})) * rank).abs().sum()"
+    body += "; loss.backward(); optimizer.step(); optimizer.zero_grad(); job.step(loss=loss)"
     result = wrong(place("wrong"), body, ranks=2)
     assert len(result.said) == 1 and "wrap the model in DistributedDataParallel" in result.said[0], result.out
     assert result.outcome["exit_code"] == 2 and not list((result.folder / "checkpoints").glob("step-*"))

@@ -128,7 +128,10 @@ def test_told_to_stop_without_a_handler_it_has_failed(tmp_path):
     until((tmp_path / "ready").exists, "start", timeout_s=120)
     process.send_signal(signal.SIGTERM)
     code, out = finish(process)
-    assert code == 1 and "save on SIGTERM and leave with 75 to be run again" in out, out
+    assert (
+        code == 1
+        and "rank 0 was ended by SIGTERM; a script that saves on SIGTERM and leaves with 75 is run again" in out
+    ), out
 
 
 @pytest.mark.nightly
