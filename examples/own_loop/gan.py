@@ -44,14 +44,15 @@ def main(job):
 
         scores = critic(torch.cat([real, fake.detach()]))
         critic_loss = wants(scores[: len(real)], real=True) + wants(scores[len(real) :], real=False)
-        critic_optimizer.zero_grad()
         (critic_loss * job.weight).backward()
         critic_optimizer.step()
 
         generator_loss = wants(critic(fake), real=True)
-        generator_optimizer.zero_grad()
         (generator_loss * job.weight).backward()
         generator_optimizer.step()
+
+        generator_optimizer.zero_grad()
+        critic_optimizer.zero_grad()  # the generator's pass has added to these gradients, which else go into the next step
 
         job.step(loss=generator_loss, critic_loss=critic_loss, radius=fake.norm(dim=1).mean())
 

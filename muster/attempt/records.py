@@ -12,7 +12,7 @@ from muster.errors import MusterError, one_line, say
 from muster.lease.open_folder import RunFolder
 from muster.loggers import trainjob
 from muster.loggers.base import Logger
-from muster.loggers.console import console
+from muster.loggers.console import cause_of, console
 from muster.loggers.jsonl import NAME, Jsonl, events
 from muster.loggers.metrics import Metrics, Rates
 from muster.report.page import write_report
@@ -56,7 +56,7 @@ def open_records(
 
 
 def names_of(deaths: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(f"rank {each['rank']} on {each['host']} ({each['cause']})" for each in deaths)
+    return ", ".join(f"rank {each['rank']} on {each['host']} ({cause_of(each)})" for each in deaths)
 
 
 def _made(said: str, make: Callable[..., Logger], offered: dict[str, Any]) -> Logger | None:

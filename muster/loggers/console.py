@@ -103,9 +103,17 @@ OF_A_STEP = {
 }
 
 
-SILENT_S = 10.0
+SILENT_S = 5.0
 """A rank that has made no step for so long may have hung, or been stopped, and ended by its watchdog."""
+WATCHED = "; a rank that stands still for timeout_s is ended so"
 SURVIVED = "survived: rank {rank} died on {host} ({cause}) and is restarted in place after {seconds:.2f} s, at step {step}; no step is lost"
+
+
+def cause_of(death: Mapping[str, Any]) -> str:
+    """Return how a rank ended, as `survived` records it."""
+    cause, silent = str(death["cause"]), death.get("silent", 0.0)
+    after = f", {silent:.0f} s after its last step" if silent >= SILENT_S else ""
+    return f"{cause}{after}{WATCHED if after and cause == 'SIGKILL' else ''}"
 
 
 def describe(record: dict[str, Any], total_steps: int) -> str:
@@ -128,8 +136,7 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
         facts = {"host": "?", "cause": "?", "seconds": 0.0, "rank": "?", "step": "?"} | fields
         often = fields.get("deaths_on_host", 0)
         is_suspect = often >= MANY and not str(facts["cause"]).startswith("hang")
-        if (silent := fields.get("silent", 0.0)) >= SILENT_S:
-            facts["cause"] = f"{facts['cause']}, {silent:.0f} s after its last step"
+        facts["cause"] = cause_of(facts)
         return SURVIVED.format(**facts) + (OFTEN.format(often) if is_suspect else "")
     details = "  ".join(f"{name}={value}" for name, value in fields.items() if name not in ("event", "time"))
     return f"{fields['event']}: {details}" if details else str(fields["event"])

@@ -12,6 +12,7 @@ import pytest
 from kit.job import QUIET, ROOT, Result, environment, free_port
 from kit.until import until
 
+from muster.attempt.records import names_of
 from muster.loggers import jsonl
 from muster.loggers.console import Bar, describe
 
@@ -117,6 +118,16 @@ def test_tools_whose_reader_goes_away_end_quietly(tmp_path):
 @pytest.mark.unit
 def test_a_loop_that_counts_no_samples_shows_no_speed():
     assert describe({"kind": "train", "step": 3, "loss": 0.5, "samples": 0, "samples_per_s": 0.0}, 0) == "step 3  loss 0.5000"  # fmt: skip
+
+
+@pytest.mark.unit
+def test_a_rank_that_stood_still_is_told_from_one_that_was_killed():
+    """Its watchdog ends a stopped process by the same signal."""
+    death = {"rank": 1, "host": "n2", "cause": "SIGKILL", "seconds": 0.5, "step": 9}
+    told = [describe({"kind": "event", "event": "survived", **death, "silent": silent}, 0) for silent in (0.2, 20.4)]
+    said = "SIGKILL, 20 s after its last step; a rank that stands still for timeout_s is ended so"
+    assert [each.partition("(")[2].partition(")")[0] for each in told] == ["SIGKILL", said]
+    assert names_of([{**death, "silent": 20.4}]) == f"rank 1 on n2 ({said})"
 
 
 @pytest.mark.unit
