@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Real
@@ -28,7 +29,7 @@ from muster.job.in_process_restart import run
 from muster.job.loop_services import AgreedStop, LoopServices
 from muster.job.options import JobOptions
 from muster.job.replicas import settle_buckets
-from muster.job.summed_loss import BACKWARD, SUMMED, is_sum
+from muster.job.summed_loss import BACKWARD, SUMMED, is_for_a_number, is_sum
 from muster.job.tracked_state import Tracked
 from muster.loggers.metrics import check_names
 from muster.sample_plan import Share
@@ -448,7 +449,7 @@ class Job(JobOptions):
         1 if a step has one batch and all ranks have equally many samples of it, 0 on a rank that has none: its batch is one sample that
         does not count. With `batches(count=...)`, the same of what that counts.
         """
-        self._is_weighed = True
+        self._is_weighed = self._is_weighed or not is_for_a_number(sys._getframe(1))
         portion = self._portion
         if portion.of is not None:
             return portion.of * self.world_size / self._of_step if self._of_step else 0.0

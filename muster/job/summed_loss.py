@@ -1,8 +1,14 @@
-"""Whether a loss is a sum over its samples, by the operation that has made it: on several ranks its gradient is a part of the whole."""
+"""Whether a loss is a sum over its samples, by the operation that has made it: on several ranks its gradient is a part of the whole.
+
+And whether a line weighs a loss or a number alone.
+"""
 
 from __future__ import annotations
 
+import linecache
+import re
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 SUM = 2
@@ -38,6 +44,12 @@ def is_sum(loss: Any) -> bool:
             if shape is not None and not _is_of_parameter(within[0], shape):
                 return True
     return False
+
+
+def is_for_a_number(frame: FrameType) -> bool:
+    """Return whether the line at which `frame` stands takes a loss as a number, as in `loss.item() * job.weight`, and makes no gradient."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return re.search(r"\.item\(|\bfloat\(", line) is not None and "backward" not in line
 
 
 def _is_of_parameter(node: Any, shape: Sequence[int]) -> bool:

@@ -1925,6 +1925,26 @@ def test_a_job_serves_one_with_block(place):
 # What else a loop can ask
 
 
+@pytest.mark.parametrize(
+    "backward",
+    ["loss.backward()", "print(loss.item() * job.weight)\n        loss.backward()", "(loss * job.weight).backward()"],
+)
+def test_unequal_shares_whose_loss_is_not_weighed_are_told(place, backward):
+    """Also where the loop weighs a number that it prints."""
+    body = (
+        "model = nn.parallel.DistributedDataParallel(model)\n"
+        "    job.track(model=model, optimizer=optimizer)\n"
+        "    for x, y in job.batches(data, batch_size=5, epochs=1):\n"
+        "        loss = (model(x) - y).square().mean()\n"
+        f"        {backward}\n"
+        "        optimizer.step(), optimizer.zero_grad(), job.step(loss=loss)"
+    )
+    told = notes(wrong(place("unequal"), body, ranks=2))
+    assert [text.partition(":")[0] for text in told if "job.weight" in text] == [
+        "step 0 has 5 samples, not as many in each batch of 2 ranks"
+    ] * ("(loss * job.weight)" not in backward), told
+
+
 def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch(place):
     """40 samples in steps of 16, 16 and 8: on three ranks with unequal shares, and micro-batches that have none."""
     body = (
