@@ -422,6 +422,7 @@ def test_a_worker_that_dies_while_a_failure_is_reported_does_not_end_the_report(
             subprocess.run(["true"], check=True)
         with pytest.raises(RuntimeError, match="DataLoader worker"):
             subprocess.run(["true"], check=True)
+            until(lambda: False, "signal", timeout_s=60)  # another thread may get it, and tell this one later
     finally:
         signal.signal(signal.SIGCHLD, before)
 
