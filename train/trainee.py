@@ -17,7 +17,7 @@ from muster.attempt.running_means import RunningMeans
 from muster.checkpoint.commit import Saved
 from muster.checkpoint.manager import restore
 from muster.checkpoint.tensor_versions import Changes, place
-from muster.checkpoint.trained import EXTRA, SavedTensor, own_prefix
+from muster.checkpoint.trained import SavedTensor, extra_of, own_prefix
 from muster.data.stream import Stream
 from muster.errors import RankLost
 from muster.recovery.emergency_checkpoint import check_finite
@@ -104,7 +104,7 @@ class Training(Trainee):
         self.noted = []  # a callback may set buffers before the first step
         if isinstance(self.data.train, Stream):
             self.refuse("each rank has its own place in a stream of samples")
-        if extra := next((name for name in strategy.model.state_dict() if name.rpartition(".")[2] == EXTRA), ""):
+        if extra := next(iter(extra_of(strategy.model.state_dict())), ""):
             self.refuse(f"each rank has its own extra state of the model: {extra}")
 
     def refuse(self, why: str) -> None:

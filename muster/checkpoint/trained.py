@@ -46,5 +46,10 @@ def plain(name: str) -> str:
     return re.sub(r"(?<![^./])_orig_mod\.", "", name)
 
 
+def extra_of(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the extra state (`get_extra_state`) in a model's state dict, by the names there."""
+    return {name: value for name, value in weights.items() if name.rpartition(".")[2] == EXTRA}
+
+
 def own_prefix(rank: int) -> str:
     return f"rank-{rank:05d}/"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from muster.attempt.best import best_of, change_of_search, value_of
 from muster.attempt.evaluation import sums_over
+from muster.checkpoint.digests import digest_of
 from muster.checkpoint.manager import Checkpoints
 from muster.checkpoint.schemas import direction
 from muster.checkpoint.tensor_versions import Changes
@@ -22,7 +23,7 @@ from muster.data.fingerprint import fingerprint
 from muster.data.loader import Batch, LoaderConfig, batches
 from muster.errors import ConfigError
 from muster.job.batch_source import at_least_one, is_loader, with_length
-from muster.job.replicas import digest_of, of_rank_0
+from muster.job.replicas import of_rank_0
 from muster.job.tracked_state import Tracked
 from muster.loggers.metrics import check_names
 from muster.sample_plan import Dealt, Plan

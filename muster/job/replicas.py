@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from muster.checkpoint.plain_values import host_copy
-from muster.checkpoint.state import as_bytes
+from muster.checkpoint.digests import digest_of
 from muster.checkpoint.trained import own_prefix, plain
 from muster.errors import ConfigError
 from muster.world.dtensor import in_pieces
@@ -164,40 +162,3 @@ def bits_of(tensor: Tensor) -> str:
     if tensor.layout != torch.strided or tensor.is_quantized:
         return digest_of([tensor])
     return f"{[*tensor.shape]} {tensor.dtype} {_bits(tensor.detach())}"
-
-
-def digest_of(tensors: Iterable[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        each = tensor.detach().resolve_conj().resolve_neg()
-        sparse = None if each.layout == torch.strided else each.to_sparse(layout=torch.sparse_coo).coalesce()
-        for part in (each,) if sparse is None else (sparse.indices(), sparse.values()):
-            digest.update(as_bytes(host_copy(part)))
-    return digest.hexdigest()
-
-
-def digest_of_value(value: Any) -> str:
-    """Return a digest of a plain value, as a checkpoint holds it: of each part's type, size and content."""
-    digest = hashlib.sha256()
-    for each in _contents(value):
-        digest.update(each)
-    return digest.hexdigest()
-
-
-def _contents(value: Any) -> Iterator[Any]:
-    """Yield bytes that are the same for values that are read back alike, and for no others."""
-    kind = type(value).__name__
-    if isinstance(value, Tensor):
-        yield f"{kind} {value.dtype} {value.requires_grad} {[*value.shape]} {digest_of([value])}".encode()
-    elif isinstance(value, np.ndarray):
-        yield f"{kind} {value.dtype} {value.shape} ".encode()
-        is_number = value.dtype.kind in "biufc"  # a checkpoint holds no others
-        yield np.ascontiguousarray(value).reshape(-1).view(np.uint8) if is_number else repr(value).encode()
-    elif isinstance(value, dict | list | tuple):
-        parts = [part for item in value.items() for part in item] if isinstance(value, dict) else value
-        yield f"{kind} {len(parts)} ".encode()
-        for part in parts:
-            yield from _contents(part)
-    else:
-        text = " ".join(sorted(map(repr, value))) if isinstance(value, set) else repr(value)
-        yield f"{kind} {len(text)} {text}".encode()

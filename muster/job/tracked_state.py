@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils import _pytree as pytree
 
+from muster.checkpoint.digests import differing
 from muster.checkpoint.optimizer_state import empty_state, empty_states, flat_state, load_nested, nested_state
 from muster.checkpoint.plain_values import dumps_plain, host_copy
 from muster.checkpoint.state import is_finite
@@ -35,7 +36,7 @@ from muster.data.fingerprint import hash_of
 from muster.errors import ConfigError
 from muster.job.accumulation import Accumulation, packed
 from muster.job.own_objects import attributes_of
-from muster.job.replicas import bits_of, digest_of_value, kept_buffers, names_of_buffers, wrappers
+from muster.job.replicas import bits_of, kept_buffers, names_of_buffers, wrappers
 from muster.world.dtensor import in_pieces, own_piece
 from muster.world.group import World
 
@@ -472,25 +473,18 @@ class Tracked:
         others[GRADIENTS] = {name: packed(each) for name, each in gradients.items() if not in_pieces(each)}
         others[ZEROED], others[FROZEN] = self.accumulation.zeroed(gradients), self.frozen()
         kept, whole = dict[str, Any](), {**values, **others}
-        apart = self._apart(whole)
-        self.first_apart = min(apart.keys() & values.keys(), default="")
+        different = differing(whole, self.world)
+        self.first_apart = min(different.keys() & values.keys(), default="")
         for name in whole:
-            if name == FROZEN and name in apart:
+            if name == FROZEN and name in different:
                 continue
-            is_plain = name not in apart or (name in values and self.world.is_first and apart[name])
+            is_plain = name not in different or (name in values and self.world.is_first and different[name])
             kept[name if is_plain else f"{own_prefix(self.world.rank)}{name}"] = whole[name]
         return kept
 
     def apart(self) -> str:
         """Return a value of the optimizers, beside tensors, that differs between ranks; empty if none does. Collective."""
-        return min(self._apart(_values(self._of_optimizers())), default="")
-
-    def _apart(self, values: Mapping[str, Any]) -> dict[str, bool]:
-        """Return the names of the values that some ranks have otherwise, or not at all, and whether all have one. Collective."""
-        several = self.world.size > 1
-        digests = self.world.gather({name: digest_of_value(each) if several else "" for name, each in values.items()})
-        found = {name: {of_rank.get(name, "") for of_rank in digests} for of_rank in digests for name in of_rank}
-        return {name: "" not in different for name, different in found.items() if len(different) > 1}
+        return min(differing(_values(self._of_optimizers()), self.world), default="")
 
     def of_ranks(self, saved: Collection[str]) -> str:
         """Return a value of a module or an optimizer that each rank has `saved` as its own; empty if none."""

@@ -245,6 +245,7 @@ def test_parameters_of_groups_that_differ_in_what_no_config_sets_do_not_become_o
     "line, says",
     [
         (("objective._target_=kit.parts.state.Weighted",), "a trainable parameter, temperature"),
+        (("objective._target_=kit.parts.state.Remembering",), "Remembering has _extra_state (get_extra_state), and"),
         ((f"{MODEL}Replacing",), "has replaced the parameter weight"),
         ((f"{MODEL}Replacing", "+model.at=3"), "has replaced the parameter weight"),
         ((f"{MODEL}Thawing",), "body.weight requires a gradient now"),
@@ -258,6 +259,17 @@ def test_what_would_be_lost_without_a_word_is_refused(tmp_path, line, says):
     result = run(tmp_path / "run", *line, "max_steps=4", ok=False)
     assert result.code == 2 and len(result.said) == 1 and says in result.said[0], result.out
     assert "Traceback" not in result.out and not (tmp_path / "run/model.pt").exists()
+
+
+def test_a_modules_extra_state_that_differs_by_rank_is_refused(tmp_path):
+    line = (f"{MODEL}SamplesSeen", "batch_size=31", "max_steps=4")
+    refused = run(tmp_path / "run", *line, ranks=2, ok=False)
+    assert refused.code and not (tmp_path / "run/model.pt").exists(), refused.out
+    assert any(
+        "get_extra_state() of the model differs between the ranks, and a checkpoint has one" in line
+        for line in refused.said
+    )
+    run(tmp_path / "alike", *line, "batch_size=32", ranks=2)
 
 
 @pytest.mark.nightly

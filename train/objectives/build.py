@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from muster.checkpoint.trained import extra_of
 from muster.code_location import defined, name_of
 from muster.errors import ConfigError
 from muster.train.config.parts import Part, bound, build
@@ -20,7 +21,7 @@ def build_objective(part: Part, *, device: torch.device) -> Any:
     """Build the objective, a callable of (outputs, targets).
 
     The state of one that is a module is part of the run's state, as the model's buffers are.
-    Raises ConfigError: it cannot be built, or has parameters to train.
+    Raises ConfigError: it cannot be built, or has parameters to train or extra state.
     """
     objective = bound(part, free=2)
     if not isinstance(objective, nn.Module):
@@ -31,6 +32,11 @@ def build_objective(part: Part, *, device: torch.device) -> Any:
                 f"objective._target_={part.target} has a trainable parameter, {name}, but only the model's are trained: keep it in "
                 "the model, which may compute its own loss (objective=model_loss), or let it require no gradient"
             )
+    if extra := next(iter(extra_of(objective.state_dict())), ""):
+        raise ConfigError(
+            f"objective._target_={part.target} has {extra} (get_extra_state), and of an objective checkpoints have parameters and buffers only: "
+            "keep it in a buffer"
+        )
     return objective.to(device)
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from muster.checkpoint.digests import differing
 from muster.checkpoint.optimizer_state import empty_states, flat_state, load_nested, nested_state
 from muster.checkpoint.plain_values import dumps_plain
-from muster.checkpoint.trained import SavedTensor
+from muster.checkpoint.trained import EXTRA, SavedTensor, extra_of
 from muster.errors import ConfigError
+from muster.world.group import World
 
 MODEL = "model/"
 GROUPS, OTHERS = "optimizer/groups", "optimizer/others"
@@ -27,21 +29,24 @@ def of_model(weights: Mapping[str, Any]) -> dict[str, Any]:
     return {f"model/{name}": value for name, value in weights.items()}
 
 
-def check_plain(weights: Mapping[str, Any]) -> None:
-    """Raise ConfigError for extra state of a module that cannot be loaded with `weights_only=True`."""
-    for name, value in weights.items():
-        if not (isinstance(value, Tensor) or callable(value)):
-            dumps_plain(value, f"{name.removesuffix('_extra_state')}get_extra_state()", for_torch=True)
+def check_extra(weights: Mapping[str, Any], world: World) -> None:
+    """Raise ConfigError for extra state that cannot be loaded with `weights_only=True`, or differs between the ranks. Collective."""
+    extra = {f"{name.removesuffix(EXTRA)}get_extra_state()": value for name, value in extra_of(weights).items()}
+    for name, value in extra.items():
+        dumps_plain(value, name, for_torch=True)
+    if extra and (name := min(differing(extra, world), default="")):
+        raise ConfigError(
+            f"{name} of the model differs between the ranks, and a checkpoint has one value of it: keep what depends on a rank or its samples in a buffer"
+        )
 
 
 def refuse_extra_state(model: nn.Module, strategy: str) -> None:
-    """Raise ConfigError for extra state in the model, for a `strategy` in which no rank holds the full model."""
-    for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            raise ConfigError(
-                f"strategy={strategy} carries tensors from rank to rank, and {name} is a {type(value).__name__} "
-                "(get_extra_state): keep it in a buffer, or use strategy=ddp"
-            )
+    """Raise ConfigError for extra state in the model, for a `strategy` in which no rank both trains and holds the full model."""
+    if name := next(iter(extra_of(model.state_dict())), ""):
+        raise ConfigError(
+            f"strategy={strategy} carries parameters and buffers from rank to rank, and {name} is of get_extra_state: "
+            "keep it in a buffer, or use strategy=ddp"
+        )
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:

@@ -114,6 +114,14 @@ class Extra(nn.Linear):
         return super().forward(images.flatten(1).float())
 
 
+class SamplesSeen(Extra):
+    """Counts the samples of its rank in its extra state."""
+
+    def forward(self, images):
+        self.calls += self.training * (len(images) - 1)
+        return super().forward(images)
+
+
 class Recalling(Extra):
     """Its outputs depend on its extra state, which is a bare tensor if `bare`."""
 
@@ -196,6 +204,13 @@ class Weighted(nn.Module):
 
     def forward(self, outputs, targets):
         return nn.functional.cross_entropy(outputs * self.temperature, targets)
+
+
+class Remembering(nn.CrossEntropyLoss):
+    """A loss with extra state."""
+
+    def get_extra_state(self):
+        return {"calls": 1}
 
 
 class Mixed(torch.optim.Optimizer):

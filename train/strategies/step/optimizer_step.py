@@ -244,12 +244,12 @@ class OptimizerStep:
     def weights(self) -> dict[str, Any]:
         """The model's state dict with the buffers that all ranks share. Collective.
 
-        Raises ConfigError: the optimizer lacks a trained parameter, buffers differ in size between ranks, or extra state cannot be loaded with
-        `weights_only=True`.
+        Raises ConfigError: the optimizer lacks a trained parameter, buffers differ in size between ranks, or extra state differs between ranks
+        or cannot be loaded with `weights_only=True`.
         """
         self.see_parameters()
         weights, shared = self.model.state_dict(), self.buffers.shared()
-        flat.check_plain(weights)
+        flat.check_extra(weights, self.world)
         return {name: shared.get(name, value) for name, value in weights.items()}
 
     def state(self) -> dict[str, Any]:
