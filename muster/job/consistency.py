@@ -16,6 +16,7 @@ from muster.errors import ConfigError, DataError, RankLost
 from muster.job import built_options
 from muster.job.batch_source import BatchSource, LoaderSource, moved_on
 from muster.job.bootstrap import Bootstrap
+from muster.job.held_objects import holds
 from muster.job.options import own_before, own_of
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
 from muster.job.tracked_state import Tracked
@@ -154,7 +155,7 @@ class Consistency:
             if isinstance(each, LBFGS) and now > 1:
                 yield CLOSURE.format(name=name)
         for name, state in hooks_with_state(self._tracked.modules.values()) if self._world.size > 1 else ():
-            if not self._tracked.holds(state):
+            if not holds(self._tracked, state):
                 yield HOOK.format(name=name)
         if self._loaded_instead:
             yield self._loaded_instead

@@ -8,6 +8,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,11 +27,12 @@ from muster.data.fingerprint import hash_of, look
 from muster.errors import ConfigError
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, parts_of, read_now
 from muster.job.carried_state import BEST, COUNT, RATE, STATE, carried, early, enumerated, own_frames
+from muster.job.held_objects import holds, saves, saves_more, untracked_beside
 from muster.job.own_draws import OwnDraws
 from muster.job.own_numbers import OwnNumbers
 from muster.job.own_tensors import LOOKS, OwnTensors, memory_of
 from muster.job.summed_loss import BACKWARD
-from muster.job.tracked_state import Tracked, saves_more
+from muster.job.tracked_state import Tracked
 from muster.job.trainee import REPLICATED, Reached
 from muster.world.group import World
 
@@ -167,7 +169,7 @@ class LoopWatch:
             known = {*map(memory_of, (*parameters, *gradients, *self._tracked.buffers().values()))}
             self._own_draws.begin(sys._getframe())
             modules = {id(each) for root in self._tracked.modules.values() for each in root.modules()}
-            self._own_tensors.begin(sys._getframe(), known, self._tracked.holds, modules)
+            self._own_tensors.begin(sys._getframe(), known, partial(holds, self._tracked), modules)
 
     def _ends_epoch(self) -> bool:
         """Return whether the step that begins is an epoch's last: a loop may change something then alone."""
@@ -217,7 +219,7 @@ class LoopWatch:
             name = type(optimizer).__name__
             knows_all = all(isinstance(each, REPLICATED) for each in self._tracked.others.values())
             is_certain = knows_all and is_new
-            if not self._tracked.saves(optimizer):
+            if not saves(self._tracked, optimizer):
                 if not is_again and state is not None and (is_certain or not is_of_model):
                     # looked at in another step: an optimizer, or a state, that is made in each begins anew anyway
                     untracked[id(optimizer)] = ref(optimizer), ref(state), self._reached.step
@@ -227,11 +229,11 @@ class LoopWatch:
                     raise ConfigError(text)
                 self._tell(f"untracked {name}", text)
                 self._refuse_survival(f"{name} is not tracked")
-            found = self._tracked.untracked_beside(optimizer)
+            found = untracked_beside(self._tracked, optimizer)
             if found and is_certain:
                 found.clear()
                 gc.collect()  # one that was replaced may be in a cycle of references
-                found = self._tracked.untracked_beside(optimizer)
+                found = untracked_beside(self._tracked, optimizer)
             for each in found:
                 kind = type(each).__name__
                 text = (UNSCHEDULED if isinstance(each, LRScheduler) else UNSCALED).format(kind=kind, name=name)
@@ -300,7 +302,7 @@ class LoopWatch:
         """
         if owner is None:
             return False
-        return saves_more(owner) or self._tracked.holds(owner)
+        return saves_more(owner) or holds(self._tracked, owner)
 
     def _see_modes(self, optimizer: Optimizer) -> None:
         """Note, at an optimizer's step, a model that is trained in evaluation mode, and was in training mode before."""

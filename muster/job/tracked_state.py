@@ -8,12 +8,8 @@ any other object is one value: stored once if it is equal on all ranks, else by 
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,20 +19,19 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from muster.checkpoint.digests import differing
 from muster.checkpoint.optimizer_state import empty_state, empty_states, flat_state, load_nested, nested_state
 from muster.checkpoint.plain_values import dumps_plain, host_copy
 from muster.checkpoint.state import is_finite
-from muster.checkpoint.tensor_versions import Place, place
 from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.data.fingerprint import hash_of
 from muster.errors import ConfigError
 from muster.job.accumulation import Accumulation, packed
-from muster.job.own_objects import attributes_of
-from muster.job.replicas import bits_of, kept_buffers, names_of_buffers, wrappers
+from muster.job.replicas import kept_buffers, names_of_buffers, wrappers
+from muster.job.unsaved_buffers import SPARSE, UNSAVED, UnsavedBuffers
 from muster.world.dtensor import in_pieces, own_piece
 from muster.world.group import World
 
@@ -45,26 +40,10 @@ GRADIENTS = "gradients"
 ZEROED = "zeroed"
 FROZEN = "untrained"
 """The parameters that the loop did not train when it saved."""
-UNSAVED = "buffers"
-"""Below it are the buffers that training has changed and that no module saves (`persistent=False`)."""
 STATISTICS = "running_mean", "running_var", "num_batches_tracked"
 """Buffers of batch norm."""
 RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED, FROZEN, UNSAVED)
 """Names that checkpoints have for other entries."""
-ELSEWHERE = (Tensor, nn.Module, LRScheduler, str, bytes, type, FunctionType, ModuleType)
-"""Kinds of objects in which no optimizer is looked for. A scheduler's state dict leaves its optimizer out."""
-BESIDE = (LRScheduler, torch.amp.GradScaler)
-SPARSE = "{name} is sparse, which no checkpoint holds: keep it in a variable, or register it as a buffer with persistent=False if training does not change it"
-MOST_SEEN = 10_000
-"""Objects that are looked at in search of an optimizer."""
-
-
-@dataclass(frozen=True)
-class Built:
-    """A buffer as the script has built it: its place (see tensor_versions.py) and a sum of its bits."""
-
-    place: Place
-    bits: str
 
 
 class Tracked:
@@ -100,8 +79,7 @@ class Tracked:
         for name, other in self.others.items():
             _check_plain(name, other.state_dict())
         self._saved_buffers = {*self._buffers()}
-        self._built_buffers = {name: _built(buffer) for name, buffer in self._unsaved_buffers()}
-        self._changed_buffers: set[str] = set()
+        self._unsaved_buffers = UnsavedBuffers(self.modules)
         self.first_apart = ""
         """A value of a module or an optimizer that differed between ranks in the last `state`; empty if none did."""
         self._frozen_again: list[str] = []
@@ -173,54 +151,6 @@ class Tracked:
         """Whether torch makes the mean of the ranks' gradients: in DistributedDataParallel, and after fully_shard."""
         return self.are_in_ddp or any(map(in_pieces, self.parameters()))
 
-    def saves(self, optimizer: Optimizer) -> bool:
-        """Return whether the state of `optimizer`, which has made a step, is saved: by itself or by an object that holds it.
-
-        The `state_dict()` of a wrapper has the optimizer's tensors; that of an object which only reads it, as a schedule, has not.
-        For a state without tensors, as plain SGD's, holding the optimizer is enough.
-        """
-        if any(each is optimizer for each in self.optimizers.values()):
-            return True
-        own = {id(leaf) for leaf in pytree.tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor)}
-        if not own:
-            return any(
-                _holds(each, lambda part: part is optimizer)
-                for each in (*self.optimizers.values(), *self.others.values())
-            )
-        extra = [value for value in self._of_modules().values() if not isinstance(value, Tensor)]
-        states = [[*each.state.values()] for each in self.optimizers.values()]
-        saved = pytree.tree_leaves([*extra, *states, *(each.state_dict() for each in self.others.values())])
-        return own <= {id(leaf) for leaf in saved}
-
-    def holds(self, thing: object) -> bool:
-        """Return whether a tracked object that is no module holds `thing`, and so may save it."""
-        of_optimizers = ([each.param_groups, each.state] for each in self.optimizers.values())
-        return any(_holds(each, lambda part: part is thing) for each in (*self.others.values(), *of_optimizers))
-
-    def untracked_beside(self, optimizer: Optimizer) -> list[LRScheduler | torch.amp.GradScaler]:
-        """Return the learning rate schedulers of `optimizer`, and the gradient scaler that steps it, that are not tracked.
-
-        One is by itself, or in an object that is. It searches all objects of the process, which takes a tenth of a second.
-        """
-
-        saved: list[Any] = []
-
-        def note(part: object) -> bool:
-            if isinstance(part, BESIDE):
-                saved.append(part)
-            return False
-
-        extra = (part for module in self.modules.values() for part in module.modules() if saves_more(part))
-        for each in (*self.others.values(), *([*vars(part).values()] for part in extra)):
-            _holds(each, note)
-        for schedule in saved:  # which grows
-            saved += getattr(schedule, "_schedulers", [])  # of ChainedScheduler and SequentialLR
-        kept = {*map(id, saved)}
-        found = [each for each in gc.get_objects() if issubclass(type(each), BESIDE) and id(each) not in kept]
-        chained = (each for each in found if isinstance(each, ChainedScheduler))  # has no state but that of its parts
-        kept |= {id(each) for each in chained if kept.issuperset(map(id, each._schedulers))}
-        return [each for each in found if id(each) not in kept and _is_of(each, optimizer)]
-
     def is_finite(self) -> bool:
         """Return True if all parameters are finite on all ranks. Collective."""
         own = all(is_finite(own_piece(each.detach())) for each in self.parameters())
@@ -229,9 +159,9 @@ class Tracked:
     def state(self) -> dict[str, Any]:
         """Return the flat state for a checkpoint. Collective."""
         found = self._of_modules() | self._of_optimizers()
-        for names in self.world.gather(sorted(self._changed(by_data=True))):
-            self._changed_buffers.update(names)  # of any rank, so that all ranks save the same
-        buffers = {name: found.pop(name) for name in self._buffers()} | self._changed()
+        for names in self.world.gather(sorted(self._unsaved_buffers.changed(by_data=True))):
+            self._unsaved_buffers.add_changed(names)  # of any rank, so that all ranks save the same
+        buffers = {name: found.pop(name) for name in self._buffers()} | self._unsaved_buffers.changed()
         gradients = self.accumulation.gradients()
         pieces = {f"{GRADIENTS}/{name}": each for name, each in gradients.items() if in_pieces(each)}
         values = {name: found.pop(name) for name in _values(found)}
@@ -275,7 +205,7 @@ class Tracked:
             for inner, buffer in module.named_buffers(remove_duplicate=False)
             if (full := f"{name}/{plain(inner)}") in self._saved_buffers
         }
-        return saved | self._changed()
+        return saved | self._unsaved_buffers.changed()
 
     def buffer_of_rank_0(self, saved: Collection[str]) -> str:
         """Return a buffer that each rank has `saved` as its own, and that a world of another size takes from rank 0; empty if none.
@@ -299,37 +229,7 @@ class Tracked:
     @property
     def has_buffers(self) -> bool:
         """True if a module has a buffer that is not in pieces, saved or not."""
-        return bool(self._saved_buffers or self._places())
-
-    def _changed(self, *, by_data: bool = False) -> dict[str, Tensor]:
-        """Return the buffers that no module saves and that are not as they were built: the script alone gives the others.
-
-        by_data: look for those that were changed by `.data`, too, which takes a look at all values.
-        """
-        unsaved = dict(self._unsaved_buffers())
-        for name in unsaved.keys() - self._changed_buffers:
-            before, buffer = self._built_buffers.get(name), unsaved[name]
-            is_same = not by_data and before and before.place == place(buffer)
-            if before is None or (not is_same and bits_of(buffer) != before.bits):
-                if buffer.layout != torch.strided:
-                    raise ConfigError(SPARSE.format(name=f"{name.removeprefix(UNSAVED)[1:]} has changed, and"))
-                self._changed_buffers.add(name)
-        return {name: buffer for name, buffer in unsaved.items() if name in self._changed_buffers}
-
-    def _unsaved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for name, (buffers, key) in self._places().items():
-            if (buffer := buffers[key]) is not None:
-                yield name, buffer.detach()
-
-    def _places(self) -> dict[str, tuple[dict[str, Tensor | None], str]]:
-        """Return the place in a module of each buffer that it does not save, by name below `UNSAVED`."""
-        return {
-            f"{UNSAVED}/{name}/{plain(f'{path}.{key}' if path else key)}": (module._buffers, key)
-            for name, root in self.modules.items()
-            for path, module in root.named_modules()
-            for key in module._non_persistent_buffers_set
-            if not in_pieces(module._buffers[key])
-        }
+        return bool(self._saved_buffers or self._unsaved_buffers.exist)
 
     def frozen_again(self) -> str:
         """Return the first parameter that was trained when the state was saved, and is frozen now; empty if none."""
@@ -369,23 +269,11 @@ class Tracked:
             raise ConfigError(f"the checkpoint does not fit what is tracked: {error}") from error
         for name, other in self.others.items():
             other.load_state_dict(self._of_this_rank(name, state))
-        self._put_unsaved({**below(state, UNSAVED), **below(own, UNSAVED)})
+        self._unsaved_buffers.load({**below(state, UNSAVED), **below(own, UNSAVED)}, self.world.device)
         before = state.get(FROZEN)
         self._frozen_again = [] if before is None else [name for name in self.frozen() if name not in before]
         gradients = {**self._of_this_rank(GRADIENTS, state), **below(state, GRADIENTS)}
         self.accumulation.restore(gradients, own.get(ZEROED, state.get(ZEROED, ())))
-
-    def _put_unsaved(self, values: Mapping[str, Any]) -> None:
-        """Set the buffers that no module saves, in place where shape and dtype are the same; ignore those not here."""
-        for name, (buffers, key) in self._places().items():
-            if (value := values.get(name.removeprefix(f"{UNSAVED}/"))) is None:
-                continue
-            self._changed_buffers.add(name)
-            if (own := buffers[key]) is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
-                with torch.no_grad():
-                    own.copy_(value)
-            else:  # a forward pass had made it
-                buffers[key] = value.clone().to(self.world.device)
 
     def _of_this_rank(self, name: str, state: Mapping[str, Any]) -> Any:
         own = f"{own_prefix(self.world.rank)}{name}"
@@ -515,25 +403,9 @@ class Tracked:
             optimizer.add_param_group({**group, "params": [self.named[name] for name in group["params"]]})
 
 
-def _is_of(beside: Any, optimizer: Optimizer) -> bool:
-    """Return whether a schedule sets an optimizer's rates, or a gradient scaler has seen its gradients since its last update."""
-    scaled: Any = getattr(beside, "_per_optimizer_states", ())
-    return getattr(beside, "optimizer", None) is optimizer or id(optimizer) in scaled
-
-
-def saves_more(module: object) -> bool:
-    """Return whether an object is a module that saves more than its parameters and buffers."""
-    kind = type(module)
-    return issubclass(kind, nn.Module) and kind.get_extra_state is not nn.Module.get_extra_state
-
-
 def _values(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is no tensor."""
     return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-
-
-def _built(buffer: Tensor) -> Built:
-    return Built(place(buffer), bits_of(buffer))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -604,22 +476,3 @@ def _check_plain(name: str, state: Any, *, for_torch: bool = False) -> None:
 
 def _shape(value: Any) -> list[int] | None:
     return list(value.shape) if isinstance(value, Tensor) else None
-
-
-def _holds(whole: object, is_it: Callable[[object], bool]) -> bool:
-    """Return whether `is_it` is true of `whole`, or of something in its attributes, or in containers there."""
-    seen, left = set[int](), deque([whole])
-    while left and len(seen) < MOST_SEEN:
-        each = left.popleft()  # the nearest first: a long list hides nothing beside it
-        if is_it(each):
-            return True
-        if id(each) in seen or isinstance(each, ELSEWHERE):
-            continue
-        seen.add(id(each))
-        if isinstance(each, Mapping):
-            left += each.values()
-        elif isinstance(each, (list, tuple, set, frozenset)):
-            left += each
-        else:
-            left += attributes_of(each, most=MOST_SEEN).values()
-    return False
