@@ -30,7 +30,7 @@ from muster.job.carried_state import BEST, COUNT, RATE, STATE, carried, early, e
 from muster.job.held_objects import holds, saves, saves_more, untracked_beside
 from muster.job.own_draws import OwnDraws
 from muster.job.own_numbers import OwnNumbers
-from muster.job.own_tensors import LOOKS, OwnTensors, memory_of
+from muster.job.own_tensors import LOOKS, MODULE, NUMBERS, OwnTensors, memory_of
 from muster.job.summed_loss import BACKWARD
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import REPLICATED, Reached
@@ -68,6 +68,11 @@ HOLD_IT = "hold it in a module's buffers, or in an object with state_dict() and 
 OWN_NUMBERS = (
     "{names} {verb} changed by the loop and in no checkpoint: a resume, or the death of a rank, begins {them} anew, unless each step sets {them} anew; follow "
     "{them} from job.steps_done, let job.evaluate(..., best=name) choose the best, or track an object that has such numbers in its state_dict()"
+)
+GROWN = (
+    "the loop adds numbers to {names}, and no checkpoint has {them}: after a resume, or the death of a rank, a mean or a curve of {them} leaves out what "
+    "came before, unless your code saves {them}; give the numbers to job.step(name=value), whose records have them all, or track an object that has "
+    "{them} in its state_dict()"
 )
 MODE = (
     "{name} is trained in evaluation mode at step {step}, and was in training mode before, so dropout and batch norm work otherwise: call train() "
@@ -278,15 +283,17 @@ class LoopWatch:
         step = self._reached.step
         if drawn := self._own_draws.drawn(sys._getframe()):
             self._tell("own generator", OWN_GENERATOR.format(name=drawn))
-        for name, is_module in self._own_tensors.changed() or ():
-            remedy = NAME_IT.format(name=name, short=name.rpartition(".")[2]) if is_module else HOLD_IT
-            self._tell(f"own {name}", FORGOTTEN.format(name=name, remedy=remedy))
+        own = self._own_tensors.changed() or []
+        if grown := [name for name, kind in own if kind == NUMBERS]:
+            self._tell(f"own {grown[0]}", GROWN.format(**_named(grown)))
+        for name, kind in own:
+            if kind != NUMBERS:
+                remedy = NAME_IT.format(name=name, short=name.rpartition(".")[2]) if kind == MODULE else HOLD_IT
+                self._tell(f"own {name}", FORGOTTEN.format(name=name, remedy=remedy))
         known = {step, step - 1, epoch, epoch + 1}
         found = self._own_numbers.changed(sys._getframe(), self._apart, known=known, is_saved=self._saves)
         if found:
-            names = [*found[:NAMED], *(["..."] if found[NAMED:] else [])]
-            verb, them = ("is", "it") if len(found) == 1 else ("are", "them")
-            self._tell(f"own {found[0]}", OWN_NUMBERS.format(names=", ".join(names), verb=verb, them=them))
+            self._tell(f"own {found[0]}", OWN_NUMBERS.format(**_named(found)))
 
     def _apart(self) -> set[int]:
         """The ids of objects whose numbers a checkpoint has, or this job sets."""
@@ -334,6 +341,11 @@ class LoopWatch:
             self._tell("alike", ALIKE.format(ranks=self._world.size))
         if not has_count and (what := next(filter(None, self._world.gather(_ignored(batch, sys._getframe()))), "")):
             self._tell("no count", NO_COUNT.format(what=what))
+
+
+def _named(names: list[str]) -> dict[str, str]:
+    verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
+    return {"names": ", ".join([*names[:NAMED], *(["..."] if names[NAMED:] else [])]), "verb": verb, "them": them}
 
 
 def _ignored(batch: Any, frame: FrameType) -> str:

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,8 @@ TIMED = {
     "eta",
 }
 """Words in names of numbers that follow a clock."""
+KEPT = {"best", "lowest", "highest", "avg", "average", "mean", "sum", "count", "counter"}
+"""Words in names of numbers that go on from step to step, as in a library's meter or early stopping."""
 WORD = re.compile(r"[A-Z]?[a-z]+")
 DAY_S = 86_400.0
 
@@ -102,7 +104,8 @@ class OwnNumbers:
             self._before = {name: each for name, each in self._before.items() if name.partition(".")[0] not in owners}
             loops = [loop[0] for each in own_frames(frame) if (loop := loop_of(each))]
             of_loops = {name for loop in loops for name in assigned([loop])}  # which `carried` looks at
-            found = [name for name in found if name not in of_loops | saved]
+            made = {name for name in found if is_a(now[name][1], list) and name.partition(".")[0] in of_loops}
+            found = [name for name in found if name not in of_loops | saved | made]
             self._modules -= {id(owner) for name, (_, owner) in now.items() if name.partition(".")[0] in owners}
         new = {name: number for name, (number, owner) in now.items() if id(owner) in self._modules}
         self._before = {**new, **self._before}
@@ -130,9 +133,11 @@ def _of_owner(name: str, owner: object) -> Iterator[tuple[str, float, object]]:
     flags = (
         {key for key in items if key != "training"} if is_module else ()
     )  # as of a layer that initializes itself once
-    for key, number in (items or (_added(owner) if is_module else {})).items():
+    for key, number in (items or (_added(owner) if is_module else _kept_by(owner))).items():
         if is_a(key, str) and _is_number(f"{name}.{key}", number, or_flag=key in flags):
             yield f"{name}.{key}", number, owner
+        elif number is None and is_a(key, str) and _has_word(key, KEPT) and not is_a(owner, dict, list):
+            yield f"{name}.{key}", math.nan, owner  # a best value that there is none of yet
 
 
 def _owners(frame: FrameType | None, apart: Collection[int]) -> Iterator[tuple[str, object]]:
@@ -156,9 +161,27 @@ def _added(module: object) -> dict[str, Any]:
     return {name: each for name, each in attributes_of(module).items() if name[:1] != "_" and name not in options}
 
 
+def _kept_by(thing: object) -> dict[str, Any]:
+    """Return what an object of a library keeps from step to step, as its names say: none of torch's, and of nothing that is iterated or entered, as a progress bar."""
+    kind = type(thing)
+    is_apart = kind.__module__.partition(".")[0] in ("torch", "muster") or is_a(thing, type, ModuleType)
+    if is_apart or hasattr(kind, "__iter__") or hasattr(kind, "__enter__"):
+        return {}
+    return {name: each for name, each in attributes_of(thing).items() if _has_word(name, KEPT)}
+
+
+def _has_word(name: str, words: set[str]) -> bool:
+    return not words.isdisjoint(map(str.lower, WORD.findall(name)))
+
+
 def _is_number(name: str, value: object, *, or_flag: bool = False) -> bool:
     is_one = or_flag if is_a(value, bool) else is_a(value, int, float, np.integer, np.floating)
-    return is_one and TIMED.isdisjoint(map(str.lower, WORD.findall(name)))
+    return is_one and not is_timed(name)
+
+
+def is_timed(name: str) -> bool:
+    """Return whether a name says that its numbers follow a clock."""
+    return _has_word(name, TIMED)
 
 
 def _counts(kind: type, attribute: str) -> bool:

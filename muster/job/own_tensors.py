@@ -1,4 +1,4 @@
-"""Which modules and containers of tensors of the script's own a loop changes, and are not tracked: an average, a replay buffer."""
+"""Which modules and containers of the script's own a loop changes, and are not tracked: an average, a replay buffer, a list of losses."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from muster.checkpoint.tensor_versions import SAMPLED_STEPS, Place, first_value, place, stored
 from muster.job.carried_state import own_frames
+from muster.job.own_numbers import is_timed
 from muster.job.own_objects import (
     FEW,
     MOST,
@@ -39,13 +40,17 @@ FEW_PARTS = 16
 Found = Callable[[], Tensor | None]
 
 
+MODULE, TENSORS, NUMBERS = "module", "tensors", "numbers"
+"""Kinds of what is looked at: a module, tensors or arrays in a container or an attribute, and lists of numbers, which may grow."""
+
+
 class OwnTensors:
-    """Modules and containers of tensors of the script's own that are not tracked, to see which of them a loop changes: an average, a replay buffer."""
+    """Modules and containers of the script's own that are not tracked, to see which of them a loop changes: an average, a replay buffer."""
 
     def __init__(self) -> None:
         self.is_broken = False
-        self._before: dict[str, tuple[bool, list[Callable[[], bool]]]] = {}
-        """By name, whether it is a module, and what tells whether a tensor of it, or what a container holds, has changed."""
+        self._before: dict[str, tuple[str, list[Callable[[], bool]]]] = {}
+        """By name, its kind, and what tells whether a tensor of it, or what a container holds, has changed."""
         self._seen: dict[str, tuple[tuple[int, int], int]] = {}
         """The ids of what has what was looked at, and of that, and how often it was."""
         self._held: dict[str, bool] = {}
@@ -79,8 +84,9 @@ class OwnTensors:
     ) -> Iterator[int]:
         """Look at one value, and yield how many tensors and items of it there are."""
         named, items = [*_untracked(name, value, known, modules)], _items(value)
+        numbers = {} if items else _lists_of_numbers(name, value)
         if is_a(owner, nn.Module) and is_a(value, dict):  # mostly a cache, as of masks by their sizes
-            named, items = [], []
+            named, items, numbers = [], [], {}
         looks_at_owner = _looks_in_owner(owner, name.rpartition(".")[2], value)
         yield len(named) + len(items)
         lasting = value if owner is None else owner  # what an object has may be made anew in each step
@@ -88,7 +94,7 @@ class OwnTensors:
         looks = looks + 1 if before[1] == ids[1] else 1
         self._seen[name] = ids, looks
         is_batch = before[0] != ids[0] and not is_a(value, nn.Module)  # perhaps, and must not be held longer
-        if is_batch or not (named or items or looks_at_owner):
+        if is_batch or not (named or items or looks_at_owner or numbers):
             return
         known_as = f"{id(lasting)} {name}"
         if known_as not in self._held:
@@ -101,13 +107,15 @@ class OwnTensors:
             looks_at_owner.append(partial(_has_other_items, partial(_itself, value), items))
         first = _no_value if SAMPLED_STEPS < looks <= LOOKS else first_value
         changes = [partial(_is_changed, find, place(each), first(each)) for find, each in named]
-        self._before[name] = is_a(value, nn.Module), [*looks_at_owner, *changes]
+        self._before[name] = MODULE if is_a(value, nn.Module) else TENSORS, [*looks_at_owner, *changes]
+        for full, each in numbers.items() if looks > 1 else ():
+            self._before[full] = NUMBERS, [partial(_grows, each, [len(each), *_ends_of(each, len(each))])]
 
     @harmless
-    def changed(self) -> list[tuple[str, bool]] | None:
-        """Return the names of those that have changed since `begin`, and whether each is a module."""
+    def changed(self) -> list[tuple[str, str]] | None:
+        """Return the names of those that have changed since `begin`, and the kind of each."""
         before, self._before = self._before, {}
-        return [(name, is_module) for name, (is_module, looks) in before.items() if _is_any(looks)]
+        return [(name, kind) for name, (kind, looks) in before.items() if _is_any(looks)]
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -131,7 +139,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
     if is_a(value, nn.Module):
         for path, module in islice(value.named_modules(), MOST):
             for key, each in held_by(module).items():
-                if key[:1] != "_" and _keeps(each):
+                if key[:1] != "_" and (_keeps(each) or is_a(each, list, deque)):
                     yield f"{name}.{path}.{key}".replace("..", "."), each, module
     elif not is_a(value, Dataset, dict, list, deque):  # a data set may keep samples
         yield from ((f"{name}.{key}", each, value) for key, each in held_by(value).items())
@@ -192,6 +200,34 @@ def _is_kept(value: Any, owner: Any) -> bool:
 
 def _has_other_items(find: Callable[[], Any], before: list[int]) -> bool:
     return _items(find()) != before
+
+
+def _lists_of_numbers(name: str, value: Any, *, depth: int = 1) -> dict[str, list[Any] | deque[Any]]:
+    """Return the lists of numbers, or of tuples or dicts of such, that `value` is or has; the last item stands for all of a list."""
+    if is_a(value, dict) and depth and dict.__len__(value) <= FEW_PARTS:
+        parts = [_lists_of_numbers(f"{name}[{key!r}]", each, depth=0) for key, each in dict.items(value)]
+        return {full: each for part in parts for full, each in part.items()}
+    is_list = is_a(value, list, deque) and not is_timed(name)
+    return {name: value} if is_list and all(map(_is_of_numbers, [*islice(reversed(value), 1)])) else {}
+
+
+def _is_of_numbers(item: Any, *, depth: int = 1) -> bool:
+    if is_a(item, Tensor, np.ndarray):
+        return len(item.shape) == 0 or item.shape == (1,)
+    if is_a(item, dict, list, tuple) and depth:
+        parts = contents(item)
+        return 0 < len(parts) <= FEW_PARTS and any(_is_of_numbers(each, depth=0) for each in parts)
+    return is_a(item, int, float, np.integer, np.floating)
+
+
+def _grows(numbers: list[Any] | deque[Any], before: list[int]) -> bool:
+    """Return whether a list has more items than `before`, and these still: it may have been begun anew."""
+    number, *ends = before
+    return len(numbers) > number and ends == _ends_of(numbers, number)
+
+
+def _ends_of(numbers: list[Any] | deque[Any], number: int) -> list[int]:
+    return [id(numbers[0]), id(numbers[number - 1])] if number else []
 
 
 def _no_value(_: Tensor) -> str:

@@ -474,10 +474,11 @@ def test_what_a_port_leaves_out_is_told_or_done_as_meant(place):
 
 
 REMEMBERS = """
-import math, os, time, torch, muster
+import logging, math, os, time, torch, muster
 from torch import nn
 best = 0.0
-state = {"best": math.nan}
+state, meter, saver = {"best": math.nan}, logging.Filter(), logging.Filter()
+meter.avg, meter.val, saver.best_metric = 0.0, 0.0, None
 class Stopping:
     def __init__(self):
         self.lowest, self.waited, self.began, self.step = math.inf, 0, time.time(), 0
@@ -508,7 +509,10 @@ def main(job):
                 each.data.mul_(0.9).add_(other.data, alpha=0.1)
         if "AVERAGES" not in os.environ:
             net.mean = 0.9 * getattr(net, "mean", 0) + loss.item()
+            meter.val, meter.avg = loss.item(), 0.9 * meter.avg + loss.item()
+        rates = [group["lr"] / (1 + job.steps_done) for group in optimizer.param_groups]
         if job.ends_epoch:
+            saver.best_metric = loss.item()
             for each in (stopping, kept):
                 each(loss.item(), job.steps_done)
             improve(1 / job.steps_done)
@@ -524,11 +528,15 @@ def test_what_the_script_s_own_objects_remember_is_noted_or_refused(place):
     for each in (folder, bare):
         (each / "remembers.py").write_text(REMEMBERS)
     done = run(folder, script="remembers", to="")
-    mean, told, mode = [line["text"] for line in done.events("note")]
+    average, mean, told, mode = notes(done)
+    assert average.startswith("meter.avg is changed by the loop and in no checkpoint"), average
     assert mean.startswith("net.mean is changed by the loop and in no checkpoint"), mean
-    assert {*told.partition(" are changed by the loop")[0].split(", ")} == {"best", "state.best", "stopping.lowest"}, (
-        told
-    )
+    assert {*told.partition(" are changed by the loop")[0].split(", ")} == {
+        "best",
+        "saver.best_metric",
+        "state.best",
+        "stopping.lowest",
+    }, told
     assert mode.startswith("model is trained in evaluation mode at step 5, and was in training mode before"), mode
     refused = run(bare, script="remembers", to="", code=2, UNTRACKED="1")
     assert refused.outcome["error"].startswith("Adam steps the model and is not tracked"), refused.outcome
@@ -595,12 +603,14 @@ class Cached(torch.utils.data.Dataset):
         return self.seen.setdefault(len(self.seen), torch.ones(4))
 cached, broken, strange, abstract = Cached(), Broken([torch.zeros(4)]), Strange(), nn.Linear(2, 2, device="meta")
 model, pool, memory, centre = nn.Sequential(nn.Linear(4, 4), Remembering()), Pool(list), Pool(collections.deque), Centre()
-queue, losses, noise = {}, [], torch.zeros(4)
+queue, losses, noise, of_step = {}, [], torch.zeros(4), []
+curves, clock, newest = {"loss": [], "step": []}, {"times": []}, collections.deque(maxlen=3)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 with muster.Job("run", tensorboard=False) as job:
     job.track(model=model, optimizer=optimizer, **({"pool": pool, "memory": memory} if "TRACKED" in os.environ else {}))
     for x in job.batches(torch.ones(16, 4), batch_size=4, epochs=2):
-        outputs = []
+        outputs, lengths = [], [4]
+        of_step.clear()
         pool.kept = pool.kept[-2:]
         pool.kept.append(x.clone()), memory.kept.append((1, x.clone()))
         if "TRACKED" not in os.environ:
@@ -611,19 +621,24 @@ with muster.Job("run", tensorboard=False) as job:
             group["lr"] = 0.1 / (1 + job.steps_done)
         moments = optimizer.state[model[0].weight]
         loss = model(x + noise.normal_() + cached[0]).square().mean()
-        losses.append(loss.detach()), outputs.append(x * 2)
+        lengths.append(4), of_step.extend([1.0, 2.0]), clock["times"].append(1.0)
+        outputs.append(x * 2)
+        if "TRACKED" not in os.environ:
+            losses.append(loss.detach()), curves["loss"].append((job.steps_done, loss.item())), newest.append(loss.item())
         loss.backward(), optimizer.step(), optimizer.zero_grad(), job.step()
 """
 
 
 @pytest.mark.parametrize("tracked", [{}, {"TRACKED": "1"}], ids=["untracked", "tracked"])
 def test_what_a_loop_keeps_in_containers_is_noted_unless_it_is_tracked(place, tracked):
-    """A replay buffer, a memory of tuples, averages, a queue of arrays, what a module has beside its buffers. Numbers for a chart, what a step
+    """A replay buffer, a memory of tuples, averages, a queue of arrays, what a module has beside its buffers, lists of numbers. What a step
     makes anew, and a group of the optimizer, are not; what cannot be looked at hides no other."""
     folder = place("pools")
     (folder / "pools.py").write_text(POOLS)
     told = notes(run(folder, script="pools", to="", **tracked))
-    names = [text.partition(" is changed by the loop and")[0] for text in told]
+    names = [text.partition(" is changed by the loop and")[0] for text in told if "adds numbers" not in text]
+    lists = [text.partition(", and no checkpoint")[0] for text in told if "adds numbers" in text]
+    assert lists == ([] if tracked else ["the loop adds numbers to losses, curves['loss'], newest"]), lists
     averages = [f"centre.{each}" for each in ("count", "mean", "of", "refilled", "shadow", "value")]
     modules = [f"model.1.{each}" for each in ("centre", "is_begun", "past")]
     assert sorted(names) == ([] if tracked else [*averages, "memory.kept", *modules, "pool.kept", "queue"]), told
