@@ -23,7 +23,7 @@ PAGE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- packages: begin; `make architecture` draws this -->", "<!-- packages: end -->"
 LAYERS = {"trainer": "train/", "runtime": "muster/"}
 GROUPS = {
-    "muster/files, clock, sample_plan": "redact code_location errors import_by_path dotted_names files process clock sample_plan",
+    "muster/files, clock, sample_plan": "redact code_location errors import_by_path dotted_names files tensor_bytes process clock sample_plan",
     "train/config": "config numerics",
     "train/data, models, objectives, optim": "data models objectives optim",
     "train/run, loop": "throughput evaluation progress loop callbacks trainee first_records resume settings in_process_restart validate run",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.plain_values import host_copy
-from muster.checkpoint.state import as_bytes
+from muster.tensor_bytes import as_bytes
 from muster.world.group import World
 
 
@@ -51,6 +51,8 @@ def _contents(value: Any) -> Iterator[Any]:
         is_number = value.dtype.kind in "biufc"  # a checkpoint holds no others
         yield np.ascontiguousarray(value).reshape(-1).view(np.uint8) if is_number else repr(value).encode()
     elif isinstance(value, dict | list | tuple):
+        if type(value) is dict:  # in any order, as of what a set has given
+            value = dict(sorted(value.items(), key=lambda item: repr(item[0])))
         parts = [part for item in value.items() for part in item] if isinstance(value, dict) else value
         yield f"{kind} {len(parts)} ".encode()
         for part in parts:

@@ -20,6 +20,7 @@ from muster.checkpoint.index import Index, OwnPiece, Read, WritePlan, dtype_of
 from muster.checkpoint.plain_values import dumps_plain, host_copy, loads
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import Diverged, StorageError
+from muster.tensor_bytes import as_bytes
 from muster.world.dtensor import in_pieces, own_piece
 from muster.world.group import World
 
@@ -211,17 +212,14 @@ def saved_tensors(index: Index, names: Iterable[str]) -> dict[str, SavedTensor]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return True if all elements and their norm are finite; the norm of weights above 1e19 is not."""
+    """Return True if all elements and their norm are finite; the norm of weights above 1e19 is not, and whole numbers are."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
     if tensor.itemsize == 1:  # floats of 8 bits have no norm
         tensor = tensor.float()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return bool(torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.itemsize == 2 else None).isfinite())
-
-
-def as_bytes(tensor: Tensor) -> Any:
-    """Return the elements of a tensor in host memory as a buffer, in row-major order."""
-    return tensor.contiguous().flatten().view(torch.uint8).numpy() if tensor.numel() else b""
 
 
 def file_of(rank: int) -> str:

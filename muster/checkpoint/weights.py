@@ -21,11 +21,12 @@ from muster.checkpoint.commit import Saved, Storage
 from muster.checkpoint.download import local_copy
 from muster.checkpoint.plain_values import host_copy
 from muster.checkpoint.schemas import INDEX, Manifest
-from muster.checkpoint.state import as_bytes, read, saved_tensors
+from muster.checkpoint.state import read, saved_tensors
 from muster.checkpoint.trained import EXTRA
 from muster.errors import ConfigError, MusterError, StorageError, one_line, storage_error
 from muster.files import replace_file
 from muster.redact import without
+from muster.tensor_bytes import as_bytes
 from muster.world.dtensor import in_pieces
 
 ALONE = "save the weights alone, torch.save(model.state_dict(), path)"

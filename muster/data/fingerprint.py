@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from muster.data.draw_detection import Looks, Watch
 from muster.data.generators import kept_generators, seed_generators
 from muster.data.own_generators import OwnGenerators
+from muster.tensor_bytes import as_bytes
 
 LOOKED_AT = 8
 BEGINS_PATH = re.compile(r"[/\\~]|\.\.?[/\\]|[A-Za-z]:[/\\]|\w+://")
@@ -89,7 +90,7 @@ def look(sample: Any) -> list[Any]:
 
 def _value(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return bytes(as_bytes(leaf.detach().cpu()))
     if isinstance(leaf, (bool, int, float, str, bytes)):
         return leaf
     if isinstance(leaf, np.ndarray | np.generic) or hasattr(leaf, "__array_interface__"):  # as PIL's images have

@@ -85,6 +85,11 @@ class Bootstrap:
             raise ConfigError(f"Job({str(self.options.folder)!r}) is not entered: use it in a `with` block")
         return self._world
 
+    @property
+    def is_group_gone(self) -> bool:
+        """True if the script has ended the process group."""
+        return self._world is not None and not dist.is_initialized()
+
     def enter(self) -> None:
         """Form the group and claim the folder. Collective.
 
@@ -172,7 +177,7 @@ class Bootstrap:
             return
         backend = choose_backend(group_options_of(self.options), self.world.device)
         form_alone(backend, device_type=self.world.device.type)
-        self.life.on_end(dist.destroy_process_group, failed=dist.destroy_process_group)
+        self.life.on_end(dist.destroy_process_group, failed=_end_group)
 
     def _install(self) -> None:
         if self.kept.survival:  # its supervisor has done so
@@ -217,6 +222,11 @@ def end_alike(world: World, heartbeat: Heartbeat, step: int) -> None:
             raise ConfigError(
                 f"the loop has ended after step {end} on rank {rank}, and after step {ends[0]} on rank 0: {LEAVE_ALIKE}"
             )
+
+
+def _end_group() -> None:
+    if dist.is_initialized():  # the script may have ended it
+        dist.destroy_process_group()
 
 
 def _ignore_signals() -> None:

@@ -34,6 +34,7 @@ from muster.job.tracked_state import Tracked
 from muster.loggers.metrics import check_names
 from muster.sample_plan import Share
 
+GROUP_GONE = "the process group was ended before the job, which needs it to its end and then ends it: leave out destroy_process_group()"
 CALLED_AGAIN = f"{AGAIN}the function was called again: what it keeps outside of tracked objects, as a list in a module, is still that of before)"
 
 
@@ -84,6 +85,11 @@ class Job(JobOptions):
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """End a run that is done or has stopped; return any other error."""
+        is_of_script = isinstance(error, Exception) and not isinstance(error, MusterError)
+        if self._bootstrap.is_group_gone and (error is None or is_of_script or _is_done(error)):
+            gone = ConfigError(GROUP_GONE)
+            gone.__cause__ = error
+            return gone
         stop = self._services and self._services.raised  # which the loop may have caught
         if self._services and isinstance(stop, AgreedStop) and (error in (None, stop) or _is_done(error)):
             self._services.end_stopped(stop)

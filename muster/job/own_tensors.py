@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from muster.checkpoint.tensor_versions import SAMPLED_STEPS, Place, first_value, place, stored
 from muster.job.carried_state import own_frames
+from muster.job.held_objects import saves_more
 from muster.job.own_numbers import is_timed
 from muster.job.own_objects import (
     FEW,
@@ -138,7 +139,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the attributes of an object, or those of a module's parts that hold tensors beside its parameters and buffers; and what has one."""
     if is_a(value, nn.Module):
         for path, module in islice(value.named_modules(), MOST):
-            for key, each in held_by(module).items():
+            for key, each in () if saves_more(module) else held_by(module).items():
                 if key[:1] != "_" and (_keeps(each) or is_a(each, list, deque)):
                     yield f"{name}.{path}.{key}".replace("..", "."), each, module
     elif not is_a(value, Dataset, dict, list, deque):  # a data set may keep samples

@@ -117,11 +117,7 @@ def first_apart(named: Mapping[str, Tensor], world: World, *, tolerance: float =
     """
     if world.size == 1:
         return ""
-    own = {
-        name: each.detach()
-        for name, each in named.items()
-        if not in_pieces(each) and (each.is_floating_point() or each.is_complex())
-    }
+    own = {name: each.detach() for name, each in named.items() if not (in_pieces(each) or each.is_quantized)}
     sums = {name: [*each.shape, _bits(each)] for name, each in own.items()}
     if len({*world.gather(hashlib.sha256(repr(sums).encode()).hexdigest())}) == 1:
         return ""
@@ -132,11 +128,17 @@ def first_apart(named: Mapping[str, Tensor], world: World, *, tolerance: float =
         return lone[0] if lone else ""
     apart = {name for names in world.gather([each for each in sums if sums[each] != first[each]]) for name in names}
     for name in sorted(apart):
-        mine, of_first = (each.to(torch.complex128) for each in (own[name].cpu(), of_rank_0(own[name], world)))
-        is_apart = bool(((mine - of_first).abs() > tolerance * of_first.abs().max()).any())
+        is_apart = _is_apart(own[name].cpu(), of_rank_0(own[name], world), tolerance)
         if world.lowest(is_apart) is not None:
             return name if is_apart else ""
     return ""
+
+
+def _is_apart(own: Tensor, of_first: Tensor, tolerance: float) -> bool:
+    if not (own.is_floating_point() or own.is_complex()):
+        return not torch.equal(own, of_first)
+    own, of_first = own.to(torch.complex128), of_first.to(torch.complex128)
+    return bool(((own - of_first).abs() > tolerance * of_first.abs().max()).any())
 
 
 def of_rank_0(tensor: Tensor, world: World) -> Tensor:

@@ -26,7 +26,7 @@ from muster.checkpoint.digests import differing
 from muster.checkpoint.optimizer_state import empty_state, empty_states, flat_state, load_nested, nested_state
 from muster.checkpoint.plain_values import dumps_plain, host_copy
 from muster.checkpoint.state import is_finite
-from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
+from muster.checkpoint.trained import COMPILED, EXTRA, SavedTensor, own_prefix, plain
 from muster.data.fingerprint import hash_of
 from muster.errors import ConfigError
 from muster.job.accumulation import Accumulation, packed
@@ -248,12 +248,31 @@ class Tracked:
         for name in sorted(here.keys() ^ there.keys()):
             where = "has no" if name in here else "has a"
             raise ConfigError(f"the checkpoint {where} {name}, unlike this model: track the same model")
-        for name, tensor in here.items():
+        resized = self._resized(here, there)
+        for name, tensor in (here | resized).items():
             if tensor.shape != there[name].size:
                 both = f"{list(there[name].size)} in the checkpoint and {list(tensor.shape)} here"
                 more = ", on as many ranks if this is of a rank's own samples" if name in self._saved_buffers else ""
                 raise ConfigError(f"the checkpoint does not fit: {name} is {both}; track the same model{more}")
-        return here | self._buffer_targets(saved) | dict(self._optimizer_targets(saved))
+        return here | resized | self._buffer_targets(saved) | dict(self._optimizer_targets(saved))
+
+    def _resized(self, here: Mapping[str, Tensor], there: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Return tensors for what has another shape in a checkpoint, and a module of its own way of loading: a fake-quantizer's scales, extra state."""
+        loads = {
+            (name, plain(f"{path}.").rstrip("."))
+            for name, root in self.modules.items()
+            for path, module in root.named_modules()
+            if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+            and not isinstance(module, _NormBase)
+        }
+
+        def is_resized(full: str) -> bool:
+            name, _, inner = full.partition("/")
+            path, _, own = inner.rpartition(".")
+            return own == EXTRA or (name, path) in loads
+
+        other = {name for name, each in here.items() if each.shape != there[name].size} - self._names_of_parameters()
+        return {name: torch.empty(there[name].size, dtype=there[name].dtype) for name in other if is_resized(name)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """See `Trained.load`. Raises ConfigError: the state does not fit, or is each rank's own and of another world size."""

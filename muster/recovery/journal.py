@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from muster.tensor_bytes import as_bytes
+
 SLOT_BYTES = 64 << 20
 HEAD_BYTES = 24  # three words: 1 if what follows is complete, step, bytes of the facts
 ALIGN = 64
@@ -99,7 +101,7 @@ class StepJournal:
         at = _aligned(at + len(text))
         for tensor in tensors.values():
             if tensor.nbytes:
-                self._array[at : at + tensor.nbytes] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+                self._array[at : at + tensor.nbytes] = as_bytes(tensor.detach())
             at = _aligned(at + tensor.nbytes)
         self._words[head] = 1
 

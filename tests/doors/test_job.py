@@ -2585,3 +2585,84 @@ def test_buffers_of_each_rank_are_noted_where_there_are_others(place):
     (folder / "run/outcome.json").unlink()
     [*before, note] = run(folder, "buffer", script="carried").events("note")
     assert before == again == [] and "model/hidden was another on each of the 2 ranks" in note["text"], note
+
+
+WHOLE = """
+import os, signal, sys, torch, muster
+import torch.distributed as dist
+from torch import nn
+class Observer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.register_buffer("scale", torch.ones(1))
+        self.count = nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
+    def forward(self, x):
+        with torch.no_grad():
+            scale = 0.9 * self.scale.expand(4) + x.abs().amax(0)
+            self.scale.resize_(4).copy_(scale)
+            self.count += 1 + (dist.get_rank() if os.environ["CASE"] == "parameter" else 0)
+        self.seen.append(x.detach().mean().item())
+        return x / self.scale
+    if os.environ["CASE"] != "kill":  # with another one on each rank all restart
+        def get_extra_state(self):
+            return torch.tensor(self.seen)
+        def set_extra_state(self, state):
+            self.seen = state.tolist()
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self.scale.resize_(state[prefix + "scale"].shape)
+        super()._load_from_state_dict(state, prefix, *rest)
+class Own(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for state in self.state.values():
+            state["seen"] = state.get("seen", torch.zeros(1, dtype=torch.int64)) + 1 + (dist.get_rank() if os.environ["CASE"] == "optimizer" else 0)
+def main(job):
+    net = nn.Sequential(nn.Linear(4, 4), Observer())
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = Own([each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
+    job.track(model=model, optimizer=optimizer)
+    for x in job.batches(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), batch_size=8, epochs=2):
+        if os.environ["CASE"] == "stop" and job.steps_done == 5 and not os.path.exists("stopped"):
+            if job.sum(1) and job.is_first:
+                open("stopped", "w").close()
+            sys.exit(75)
+        if os.environ["CASE"] == "kill" and job.rank == 1 and job.steps_done == 8 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(x).square().mean().backward(), optimizer.step(), optimizer.zero_grad(), job.step()
+    if os.environ["CASE"] == "destroys":
+        dist.destroy_process_group()
+    print(f"rank {job.rank} has {net[1].scale.tolist()} {net[1].count.item()} {net[1].seen if os.environ['CASE'] != 'kill' else ''}\\n", end="", flush=True)
+muster.Job("run", tensorboard=False, save_every=3, timeout_s=20).run(main)
+"""
+
+
+def test_buffers_that_a_forward_pass_resizes_and_extra_state_that_grows_come_back(place):
+    """As a fake-quantizer's scales do: its module resizes them when it loads. Also after a death."""
+    told = {}
+    for case in ("whole", "stop", "kill"):
+        folder = place(case)
+        (folder / "whole.py").write_text(WHOLE)
+        if case == "stop":
+            run(folder, script="whole", to="", ranks=2, code=None, CASE=case)
+        done = run(folder, script="whole", to="", ranks=2, restarts=1, CASE=case)
+        told[case] = sorted(line for line in done.out.splitlines() if "has [" in line)
+        assert bool(done.events("survived")) == (case == "kill"), done.out
+    assert len(told["whole"]) == 2 and told["whole"] == told["stop"], told
+    assert all(line.startswith(found) for line, found in zip(told["whole"], told["kill"], strict=True)), told
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("optimizer", "the optimizer's optimizer/model/0.bias/seen differs from rank 0's"),
+        ("parameter", "the parameter model/1.count differs from rank 0's"),
+        ("destroys", "the process group was ended before the job"),
+    ],
+)
+def test_integers_that_differ_between_ranks_and_an_ended_group_are_refused(place, case, line):
+    """A checkpoint has one value of a parameter and of an optimizer's tensor, whatever its kind."""
+    folder = place(case)
+    (folder / "whole.py").write_text(WHOLE)
+    assert line in run(folder, script="whole", to="", ranks=2, code=None, CASE=case).outcome["error"]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.unit
 
 # The runtime, muster/, which knows no Hydra, no strategy and no model.
 RUNTIME = (
-    "redact", "code_location", "errors", "import_by_path", "dotted_names", "files", "process", "clock", "sample_plan", "data", "world", "outcome", "faults",
+    "redact", "code_location", "errors", "import_by_path", "dotted_names", "files", "tensor_bytes", "process", "clock", "sample_plan", "data", "world", "outcome", "faults",
     "timing", "checkpoint", "loggers", "launcher", "report", "lease", "recovery", "attempt", "job", "doctor", "collectives", "init",
 )  # fmt: skip
 # The trainer, muster.train: config -> data -> model -> strategy -> loop.
