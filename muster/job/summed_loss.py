@@ -49,7 +49,7 @@ def is_sum(loss: Any) -> bool:
 def is_for_a_number(frame: FrameType) -> bool:
     """Return whether the line at which `frame` stands takes a loss as a number, as in `loss.item() * job.weight`, and makes no gradient."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return re.search(r"\.item\(|\bfloat\(", line) is not None and "backward" not in line
+    return re.search(r"\.(item|detach)\(|\bfloat\((?!\w+\.weight\))", line) is not None and "backward" not in line
 
 
 def _is_of_parameter(node: Any, shape: Sequence[int]) -> bool:

@@ -61,7 +61,8 @@ class Tracked:
         trained = [each for each in things.values() if isinstance(each, nn.Module) and _is_trained(each)]
         self.are_in_ddp = bool(trained) and all(isinstance(each, DistributedDataParallel) for each in trained)
         self.optimizers = {name: thing for name, thing in things.items() if isinstance(thing, Optimizer)}
-        self.others = {name: things[name] for name in things.keys() - self.modules.keys() - self.optimizers.keys()}
+        known = {*self.modules, *self.optimizers}
+        self.others = {name: thing for name, thing in things.items() if name not in known}
         self._names = dict(self._named_parameters())
         for name, optimizer in self.optimizers.items():
             self._refuse_unnamed(name, optimizer)
