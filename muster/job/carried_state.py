@@ -30,7 +30,7 @@ def carried(
     """Yield variables of loops around `frame` that carry something, the loop's line, and what that is.
 
     STATE: a tensor of several elements. COUNT: a number that the loop counts up, as a sum of losses. BEST: one that it compares
-    otherwise, as a best accuracy. RATE: either, with the value of one of `rates`. It looks at the innermost loop of each calling function whose source is available.
+    otherwise, as a best accuracy, or None before there is one. RATE: either, with the value of one of `rates`. It looks at the innermost loop of each calling function whose source is available.
     frame: the frame that asks for the next batch, or one that it has called. tracked: ids of tensors to ignore.
     """
     for each in own_frames(frame):
@@ -41,7 +41,9 @@ def carried(
             own = local_names(each.f_code)
             shared = {name: each.f_globals[name] for name in names if name in each.f_globals and name not in own}
             for name, value in {**shared, **values_of(each, names)}.items():
-                kind = STATE if _is_state(value, tracked) else kinds.get(name) if _is_number(value) else None
+                is_none_yet = value is None and kinds.get(name) == BEST
+                is_number = _is_number(value) or is_none_yet
+                kind = STATE if _is_state(value, tracked) else kinds.get(name) if is_number else None
                 if kind in (BEST, COUNT) and isinstance(value, float) and value and value in rates:
                     kind = RATE
                 if kind:
